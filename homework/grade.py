@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hvdtrain.commands.verify.rows import NOT_SEEN, OK, Row
+from hvdtrain.commands.verify.rows import OK, StepRow, not_seen
 from hvdtrain.commands.verify.script.start import watch
 from hvdtrain.config.declare import CommandParser
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
@@ -114,7 +114,7 @@ def grade(script: Path, arguments: list[str], ranks: int, timeout: float) -> int
     rows = seen.rows
     if rows[0].state != OK:  # independent copies of a script: no step has an effect on all ranks
         reason = "each rank trains by itself: see step 1"
-        rows = [Row(row.step, NOT_SEEN, reason) if row.state == OK else row for row in rows]
+        rows = [not_seen(row.step, reason) if row.state == OK else row for row in rows]
     count = sum(row.state == OK for row in rows)
     print(f"{script.name} on {ranks} ranks, {seen.updates} updates")
     if seen.crash:
@@ -125,7 +125,7 @@ def grade(script: Path, arguments: list[str], ranks: int, timeout: float) -> int
     return count
 
 
-def line(row: Row, evidence: str) -> str:
+def line(row: StepRow, evidence: str) -> str:
     """Return the result of a step, and what to do if it does not work."""
     name, remedy = STEPS[row.step - 1]
     works = row.state == OK

@@ -148,9 +148,8 @@ class PiOptions:
 
 def build_parser() -> Parser:
     """Return the parser of the command line."""
-    parser = Parser(
-        "pi", "Estimate pi with random points, on all ranks of an MPI job.", EXAMPLE, usage=None
-    )
+    purpose = "Estimate pi with random points, on all ranks of an MPI job."
+    parser = Parser(prog="python -m hvdtrain.pi", description=purpose, epilog=EXAMPLE)
     add_options(parser, PiOptions, defaults=True)
     return parser
 

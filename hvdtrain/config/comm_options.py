@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
-from hvdtrain.config.declare import option
+from hvdtrain.config.declare import OptionValues, option
 from hvdtrain.config.strategies import STRATEGIES, Strategy
 from hvdtrain.config.values import non_negative, positive
 from hvdtrain.errors import UsageError
@@ -81,13 +80,10 @@ class CommOptions:
         return float(share > 0) if self.reduction == ADASUM else share
 
     @property
-    def changed(self) -> dict[str, Any]:
+    def changed(self) -> OptionValues:
         """Options that differ from their default, by name."""
-        return {
-            field.name: value
-            for field in fields(CommOptions)
-            if (value := getattr(self, field.name)) != field.default
-        }
+        values = {field: getattr(self, field.name) for field in fields(CommOptions)}
+        return {field.name: value for field, value in values.items() if value != field.default}
 
     def variables(self, record: Strategy) -> dict[str, str]:
         """Return the environment variables that pass these options to the strategy's library."""
@@ -122,15 +118,23 @@ def check_comm_options(
     Raises:
         UsageError: naming the option and the alternative.
     """
-    _check_compression(options.compression, record, framework)
+    for name, choices in (("compression", COMPRESSIONS), ("reduction", REDUCTIONS)):
+        if (value := getattr(options, name)) not in choices:
+            raise UsageError(f"{_option(name)} {value}: choose one of {', '.join(choices)}")
+    compression = options.compression
+    strategies = [strategy for strategy in STRATEGIES.values() if framework in strategy.adapters]
+    if compression not in (NONE, *record.compressions):
+        if record.compressions:
+            raise UsageError(
+                f"--compression {compression}: {record.library} cannot sum in that type; give "
+                f"--compression {' or '.join(record.compressions)}"
+            )
+        others = [strategy for strategy in strategies if compression in strategy.compressions]
+        raise _not_for(f"--compression {compression}", record, others)
     for name in options.changed:
-        if name != "compression" and name not in record.comm_options:
-            others = [
-                strategy for strategy in _strategies(framework) if name in strategy.comm_options
-            ]
+        if name not in ("compression", *record.comm_options):
+            others = [strategy for strategy in strategies if name in strategy.comm_options]
             raise _not_for(_option(name), record, others)
-    if options.reduction not in REDUCTIONS:
-        raise UsageError(f"--reduction {options.reduction}: choose one of {', '.join(REDUCTIONS)}")
     for pair in CONTRADICTIONS:
         if set(pair) <= set(options.changed):
             first, second = map(_option, pair)
@@ -188,24 +192,6 @@ def check_adasum(options: CommOptions, size: int, *, gpu: bool) -> None:
             f"--reduction adasum: the number of ranks must be a power of two, not {size}: start "
             f"{below} or {2 * below}"
         )
-
-
-def _check_compression(compression: str, record: Strategy, framework: str) -> None:
-    if compression not in COMPRESSIONS:
-        raise UsageError(f"--compression {compression}: choose one of {', '.join(COMPRESSIONS)}")
-    if compression == NONE or compression in record.compressions:
-        return
-    if not record.compressions:
-        others = [each for each in _strategies(framework) if compression in each.compressions]
-        raise _not_for(f"--compression {compression}", record, others)
-    raise UsageError(
-        f"--compression {compression}: {record.library} cannot sum in that type; give "
-        f"--compression {' or '.join(record.compressions)}"
-    )
-
-
-def _strategies(framework: str) -> list[Strategy]:
-    return [strategy for strategy in STRATEGIES.values() if framework in strategy.adapters]
 
 
 def _not_for(option: str, record: Strategy, others: list[Strategy]) -> UsageError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from hvdtrain.config.declare import CommandParser, add_options, not_among
+from hvdtrain.config.declare import CommandParser, OptionValues, add_options, not_among
 from hvdtrain.config.options import Options, check
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import detect
@@ -20,14 +20,6 @@ from hvdtrain.system.settings import Setting, read_settings
 
 class Parser(CommandParser):
     """Parser of a program that every rank runs; rank 0 prints the help."""
-
-    def __init__(self, program: str, description: str, epilog: str, usage: str | None) -> None:
-        super().__init__(
-            prog=f"python -m hvdtrain.{program}",
-            usage=usage,
-            description=description,
-            epilog=epilog,
-        )
 
     @override
     def print_help(self, file: Any = None) -> None:
@@ -39,7 +31,12 @@ def build_parser(
     workload: str, description: str, epilog: str, kind: type[Options] = Options
 ) -> Parser:
     """Return the parser of a trainer, with an option per field of ``kind``, in its groups."""
-    parser = Parser(workload, description, epilog, usage="%(prog)s [options]")
+    parser = Parser(
+        prog=f"python -m hvdtrain.{workload}",
+        usage="%(prog)s [options]",
+        description=description,
+        epilog=epilog,
+    )
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -66,7 +63,7 @@ def parse(
     parser = build_parser(workload, description, epilog, kind)
     line = _values(parser, spelled(arguments, kind.ALIASES))
     files = [Path(name) for name in line.pop("config", [])]
-    merged: dict[str, Any] = {}
+    merged: OptionValues = {}
     for values in (*(_read_config(parser, file, kind.ALIASES) for file in files), line):
         for name, excluded in (*kind.EITHER, *(pair[::-1] for pair in kind.EITHER)):
             if name in values:  # a later source also replaces the excluded option
@@ -103,21 +100,19 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
     return result
 
 
-def _values(parser: Parser, arguments: list[str]) -> dict[str, Any]:
-    values = vars(parser.read(arguments))
-    return {name: _joined(value) for name, value in values.items() if value is not None}
+def _values(parser: Parser, arguments: list[str]) -> OptionValues:
+    values = {}
+    for name, value in vars(parser.read(arguments)).items():
+        if isinstance(value, list) and isinstance(value[0], tuple):
+            values[name] = tuple(itertools.chain(*value))  # a list in several words: 30 60 is 30,60
+        elif value is not None:
+            values[name] = value
+    return values
 
 
-def _joined(value: Any) -> Any:
-    """Join a list in several words: ``30 60`` is ``30,60``."""
-    if isinstance(value, list) and isinstance(value[0], tuple):
-        return tuple(itertools.chain(*value))
-    return value
-
-
-def _read_config(parser: Parser, path: Path, aliases: Mapping[str, str]) -> dict[str, Any]:
+def _read_config(parser: Parser, path: Path, aliases: Mapping[str, str]) -> OptionValues:
     """Read a file of options as command-line words, so that both are checked in the same way."""
-    values: dict[str, Any] = {}
+    values: OptionValues = {}
     lines: dict[str, int] = {}
     for setting in read_settings(path, "batch-size: 64"):
         try:

@@ -25,6 +25,8 @@ from hvdtrain.config.values import counts, local_folder, numbers, span
 from hvdtrain.errors import UsageError
 
 T = TypeVar("T")
+OptionValues = dict[str, Any]
+"""Values of options by the names of their fields."""
 SHOWN = 200  # characters of an invalid value in a message
 PLAIN_TYPES = {int: "a whole number", float: "a number"}
 MISSING = "the following arguments are required: "  # argparse's message
@@ -94,9 +96,9 @@ def add_options(
         titles: groups that come first in the help, in this order; others follow by field.
         defaults: whether options that are not given have their default instead of None.
     """
-    groups: dict[str, Any] = {title: parser.add_argument_group(title) for title in titles}
-    groups[""] = parser
-    exclusive: dict[str, Any] = {}
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    groups |= {title: parser.add_argument_group(title) for title in titles}
+    exclusive: dict[str, argparse._ActionsContainer] = {}
     title = ""
     for field in declared(kind):
         title = field.metadata["group"] or title

@@ -28,9 +28,7 @@ def test_each_page_that_the_help_names_exists(
         assert (ROOT / page.strip("(`)")).is_file()
 
 
-def test_outside_a_clone_a_page_is_where_the_wheel_puts_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_outside_a_clone_a_page_is_where_the_wheel_puts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.page("launch") == "docs/launch.md"
     monkeypatch.setattr(text, "PACKAGE", text.INSTALLED / "hvdtrain")
     assert text.page("launch") == str(text.INSTALLED / "launch.md")

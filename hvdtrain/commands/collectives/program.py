@@ -112,11 +112,11 @@ class Result:
 def build_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
-        "collectives",
-        "Demonstrate collectives: the data of every rank before and after each.\n"
+        prog="python -m hvdtrain.collectives",
+        usage=USAGE,
+        description="Demonstrate collectives: the data of every rank before and after each.\n"
         "With --time measure their duration, with --study compare allreduce algorithms.",
-        EXAMPLE,
-        USAGE,
+        epilog=EXAMPLE,
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(

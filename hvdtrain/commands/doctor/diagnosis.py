@@ -72,7 +72,7 @@ def commands(
 def report(
     findings: Sequence[Finding],
     world: WorldReport | None,
-    times: ranks.Times | None,
+    times: ranks.AllreduceTimes | None,
     measured: data.Measured | None,
 ) -> Report:
     """Return the tables of findings, allreduce times and data, and the same as JSON data."""
@@ -156,7 +156,7 @@ def check_data(
 
 def check_ranks(
     request: Request, environ: Mapping[str, str]
-) -> tuple[list[Finding], WorldReport | None, ranks.Times | None]:
+) -> tuple[list[Finding], WorldReport | None, ranks.AllreduceTimes | None]:
     """Start the requested ranks twice, to check them and to time allreduce; return both reports."""
     with tempfile.TemporaryDirectory(prefix="hvdtrain-doctor-") as folder:
         files = [Path(folder, name) for name in ("ranks", "allreduce")]
@@ -177,7 +177,7 @@ def check_ranks(
         log.info("timing allreduce: %s", timing.show())
         with terminal.working(f"timing allreduce on {started}, with each back end"):
             result = _run(timing, TIMEOUTS[1], files[1])
-    times = ranks.read_reports(result.output, ranks.Times)
+    times = ranks.read_reports(result.output, ranks.AllreduceTimes)
     if not result.ok or not times:
         return [*findings, ranks.failed_start(result)], reports[0], None
     return [*findings, *ranks.allreduce_findings(times[0])], reports[0], times[0]

@@ -12,22 +12,21 @@ import operator
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from hvdtrain.commands.install_horovod import proof_program, recipe
 from hvdtrain.commands.install_horovod.recipe import BuildTarget, Workshop
-from hvdtrain.commands.install_horovod.toolchain import Mpi, Toolchain
+from hvdtrain.commands.install_horovod.toolchain import BuildMpi, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import (
     CachedWheel,
     WheelCache,
-    copy_atomically,
     file_hash,
+    write_atomically,
 )
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.system.files import FULL
 from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, run
@@ -112,22 +111,15 @@ class Build:
         workshop = self.workshop
         shutil.rmtree(workshop.root, ignore_errors=True)  # of a build that was killed
         try:
-            self._prepare()
-            with Display() as display, log_file.open("a") as stream:
-                for stage, command in self.steps(self.cache.has_archive()):
-                    display.stage(stage)
-                    stream.write(f"$ {command.show()}\n")
-                    self._run_step(stage, command, _line_sink(stream, display), log_file)
-            wheels = list(workshop.wheels.glob("horovod-*.whl"))
-            if len(wheels) != 1:
-                raise HvdtrainError(f"the build produced no wheel; log: {log_file}")
-            return self.cache.store(self.key, wheels[0], self.facts)
-        except OSError as error:
-            need = "with 2 GB free" if error.errno in FULL else "that is writable"
-            raise HvdtrainError(
-                f"{error.filename or workshop.root}: {error.strerror}; "
-                f"set HVDTRAIN_CACHE to a directory {need}"
-            ) from error
+            with self.cache.errors():
+                self._prepare()
+                with Display() as display, log_file.open("a") as stream:
+                    for stage, command in self.steps(self.cache.has_archive()):
+                        self._run_step(stage, command, display, stream)
+                wheels = list(workshop.wheels.glob("horovod-*.whl"))
+                if len(wheels) != 1:
+                    raise HvdtrainError(f"the build produced no wheel; log: {log_file}")
+                return self.cache.store(self.key, wheels[0], self.facts)
         finally:
             shutil.rmtree(workshop.root, ignore_errors=True)
 
@@ -142,7 +134,7 @@ class Build:
         workshop.compiler.write_text(text)
         workshop.header.write_text(recipe.DEVICE_HEADER)
         workshop.compiler.chmod(0o755)
-        workshop.requirement.write_text(recipe.requirement_text())
+        workshop.requirement.write_text(recipe.REQUIREMENT)
         if self.toolchain.nccl:
             (workshop.nccl / "libnccl.so").symlink_to(self.toolchain.nccl.library.absolute())
         cuda = self.toolchain.cuda
@@ -152,26 +144,29 @@ class Build:
         elif cuda and cuda.is_package:
             complete_toolkit(cuda.home, workshop.cuda)
 
-    def _run_step(
-        self, stage: str, command: Command, on_line: Callable[[str], None], log_file: Path
-    ) -> None:
-        """Run one command; after the download, cache the archive."""
-        result = run(command, on_line)
+    def _run_step(self, stage: str, command: Command, display: Display, stream: TextIO) -> None:
+        """Run one command, log it and show its progress; after the download, cache the archive."""
+
+        def write_line(line: str) -> None:
+            stream.write(line + "\n")
+            if progress := read_progress(line):
+                stream.flush()
+                display.show(*progress)
+
+        display.stage(stage)
+        stream.write(f"$ {command.show()}\n")
+        result = run(command, write_line)
         if not result.ok:
             cause = decisive_line(result.output.splitlines())
             raise HvdtrainError(
                 f"the build of Horovod failed ({stage}, exit code {result.exit_code}): {cause}; "
-                f"{remedy_for(cause)}; log: {log_file}"
+                f"{remedy_for(cause)}; log: {stream.name}"
             )
         if stage == "download":
-            self._keep_archive()
-
-    def _keep_archive(self) -> None:
-        """Check the hash of the downloaded archive and copy it into the cache."""
-        fetched = self.workshop.scratch / recipe.HOROVOD_ARCHIVE
-        if file_hash(fetched) != recipe.HOROVOD_SHA256:
-            raise HvdtrainError(f"{fetched.name} is not the released archive: its hash differs")
-        copy_atomically(fetched, self.cache.archive)
+            fetched = self.workshop.scratch / recipe.HOROVOD_ARCHIVE
+            if file_hash(fetched) != recipe.HOROVOD_SHA256:
+                raise HvdtrainError(f"{fetched.name} is not the released archive: its hash differs")
+            write_atomically(self.cache.archive, fetched.read_bytes())
 
 
 def complete_toolkit(home: Path, folder: Path) -> None:
@@ -189,18 +184,6 @@ def complete_toolkit(home: Path, folder: Path) -> None:
             if not (folder / "lib64" / name).is_symlink():
                 (folder / "lib64" / name).symlink_to(library.absolute())
     (folder / "lib").symlink_to("lib64")
-
-
-def _line_sink(stream: TextIO, display: Display) -> Callable[[str], None]:
-    """Return a function that logs each line of a command and displays its progress."""
-
-    def write_line(line: str) -> None:
-        stream.write(line + "\n")
-        if progress := read_progress(line):
-            stream.flush()
-            display.show(*progress)
-
-    return write_line
 
 
 def read_progress(line: str) -> tuple[str, float | None] | None:
@@ -234,10 +217,8 @@ def _with_message(line: str, following: Sequence[str]) -> str:
 
 def remedy_for(line: str) -> str:
     """Return the remedy for the error in ``line``."""
-    for pattern, remedy in _REMEDIES:
-        if re.search(pattern, line, re.IGNORECASE):
-            return remedy
-    return "see the log, which has every command and its output; please report it if it is unclear"
+    other = "see the log, which has every command and its output; please report it if it is unclear"
+    return next((remedy for text, remedy in _REMEDIES if re.search(text, line, re.I)), other)
 
 
 RANKS = 2
@@ -245,7 +226,7 @@ TIMEOUT = 180.0  # seconds; TensorFlow's import takes half a minute from an unca
 
 
 def proof_command(
-    framework: str, mpi: Mpi, python: Path, folder: Path, gpu: str, environ: Mapping[str, str]
+    framework: str, mpi: BuildMpi, python: Path, folder: Path, gpu: str, environ: Mapping[str, str]
 ) -> Command:
     """Return the command of an allreduce over two ranks, with the Horovod in ``folder``.
 
@@ -256,14 +237,14 @@ def proof_command(
     if gpu == "none":
         changes["CUDA_VISIBLE_DEVICES"] = ""
     options: tuple[str, ...] = ("-n", str(RANKS))
-    if mpi.is_open_mpi:
+    if mpi.identity.startswith("Open MPI"):
         options += ("--oversubscribe",)
         changes |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     program = (str(python), "-P", proof_program.__file__, framework, str(RANKS), str(folder))
     return Command((str(mpi.mpirun), *options, *program), changes)
 
 
-def read_proof(output: str) -> dict[str, Any]:
+def read_proof(output: str) -> dict[str, object]:
     """Return the object printed by rank 0; empty if there is none."""
     for line in output.splitlines():
         if line.startswith("{"):
@@ -276,13 +257,13 @@ def read_proof(output: str) -> dict[str, Any]:
     return {}
 
 
-def prove(commands: Sequence[tuple[str, Command]], log_file: Path) -> dict[str, Any]:
+def prove(commands: Sequence[tuple[str, Command]], log_file: Path) -> dict[str, object]:
     """Run the proof of each framework; return the results.
 
     Raises:
         HvdtrainError: a result differs from the closed form, or is missing.
     """
-    answers = {}
+    answers: dict[str, object] = {}
     for framework, command in commands:
         start = time.monotonic()
         with terminal.working(f"testing Horovod for {framework}: allreduce on {RANKS} ranks"):
@@ -298,7 +279,7 @@ def prove(commands: Sequence[tuple[str, Command]], log_file: Path) -> dict[str, 
     return answers
 
 
-def _failure(framework: str, result: CommandResult, answer: Mapping[str, Any]) -> str:
+def _failure(framework: str, result: Result, answer: Mapping[str, object]) -> str:
     """Return the message of a failed proof: its end, and the ranks' decisive line."""
     cause = dict(answer) or decisive_line(result.output.splitlines())
     end = f"exit code {result.exit_code}"

@@ -14,7 +14,7 @@ from hvdtrain.config.values import count
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.limits import find_resources
 
-FRAMEWORKS = ("pytorch", "tensorflow")
+NAMES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}  # of the frameworks
 GPU_CHOICES = ("auto", "nccl", "none")
 TOOLKIT = "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"  # of PyPI: one version of all parts
 OLDEST_GCC = 11  # the first with sufficient C++20 for PyTorch's headers
@@ -26,7 +26,7 @@ class InstallOptions:
 
     frameworks: str = option(
         "",
-        f"frameworks to build for, separated by commas: {', '.join(FRAMEWORKS)} "
+        f"frameworks to build for, separated by commas: {', '.join(NAMES)} "
         "(default: those that are installed)",
         metavar="NAMES",
     )
@@ -77,7 +77,7 @@ def make_plan(toolchain: Toolchain, options: InstallOptions) -> BuildPlan:
     Raises:
         UsageError: an option has an invalid value.
     """
-    names = parse_frameworks(options.frameworks) or toolchain.installed_frameworks()
+    names = parse_frameworks(options.frameworks) or tuple(toolchain.frameworks)
     missing = nccl_problems(names, toolchain)
     gpu = options.gpu
     chosen = gpu if gpu != "auto" else "none" if missing else "nccl"
@@ -104,9 +104,9 @@ def parse_frameworks(text: str) -> tuple[str, ...]:
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in FRAMEWORKS:
-            raise UsageError(f"--frameworks {name}: choose from {', '.join(FRAMEWORKS)}")
-    return tuple(name for name in FRAMEWORKS if name in names)
+        if name not in NAMES:
+            raise UsageError(f"--frameworks {name}: choose from {', '.join(NAMES)}")
+    return tuple(name for name in NAMES if name in names)
 
 
 def parse_arches(text: str) -> tuple[int, ...]:
@@ -175,26 +175,23 @@ def _framework_problems(target: BuildTarget, toolchain: Toolchain) -> Iterator[P
             "pip install 'hvdtrain[pytorch]', 'hvdtrain[tensorflow]' or 'hvdtrain[all]'",
         )
     for name in target.frameworks:
-        if name not in toolchain.installed_frameworks():
+        if name not in toolchain.frameworks:
             yield Problem(f"{name} is not installed", f"pip install 'hvdtrain[{name}]'")
 
 
 def nccl_problems(frameworks: Sequence[str], toolchain: Toolchain) -> list[Problem]:
     """Return the problems of GPU operations in a Horovod for ``frameworks``."""
-    torch = toolchain.torch if "pytorch" in frameworks else None
-    tensorflow = toolchain.tensorflow if "tensorflow" in frameworks else None
-    problems = []
-    for name, remedy, library in (
-        ("PyTorch", "install a CUDA build of PyTorch, or build with --gpu none", torch),
-        (
-            "TensorFlow",
-            "install tensorflow[and-cuda], or build with --frameworks pytorch",
-            tensorflow,
-        ),
-    ):
-        if library and not library.cuda:
-            problems.append(Problem(f"{name} {library.version} is not built for CUDA", remedy))
-    versions = [library.cuda for library in (torch, tensorflow) if library and library.cuda]
+    remedies = {
+        "pytorch": "install a CUDA build of PyTorch, or build with --gpu none",
+        "tensorflow": "install tensorflow[and-cuda], or build with --frameworks pytorch",
+    }
+    problems, versions = [], []
+    for name, library in toolchain.frameworks.items():
+        if name in frameworks and library.cuda:
+            versions.append(library.cuda)
+        elif name in frameworks:
+            cause = f"{NAMES[name]} {library.version} is not built for CUDA"
+            problems.append(Problem(cause, remedies[name]))
     if toolchain.cuda is None:
         remedy = _nvcc_remedy(versions[0] if versions else "")
         problems.append(Problem("no nvcc and CUDA headers", remedy))
@@ -225,9 +222,10 @@ def _rows(target: BuildTarget, toolchain: Toolchain, reason: str) -> Iterator[tu
     mpi, cuda, nccl = toolchain.mpi, toolchain.cuda, toolchain.nccl
     yield "Horovod", f"{HOROVOD_VERSION} for {', '.join(target.frameworks) or 'no framework'}"
     yield "Python", f"{toolchain.python_tag} in {toolchain.prefix}"
-    for name, library in (("PyTorch", toolchain.torch), ("TensorFlow", toolchain.tensorflow)):
+    for name, title in NAMES.items():
+        library = toolchain.frameworks.get(name)
         flavour = f"CUDA {library.cuda}" if library and library.cuda else "without CUDA"
-        yield name, f"{library.version}, {flavour}" if library else "not installed"
+        yield title, f"{library.version}, {flavour}" if library else "not installed"
     yield "MPI", f"{mpi.identity} ({mpi.mpicxx})" if mpi else "not found"
     yield "compiler", toolchain.compiler.identity if toolchain.compiler else "not found"
     yield "CUDA", f"{cuda.version} ({cuda.home})" if cuda else "not found"

@@ -18,6 +18,7 @@ from hvdtrain.system.runtime.command import Command
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_ARCHIVE = f"horovod-{HOROVOD_VERSION}.tar.gz"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+REQUIREMENT = f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n"  # for pip
 # Installed into a temporary directory, so that the environment's tools are unchanged. The hashes
 # of their files, written by `make requirements`, are for all platforms and Pythons.
 TOOLS_FILE = Path(__file__).with_name("build-tools.txt")
@@ -101,11 +102,6 @@ class Workshop:
         self.wheels = root / "wheels"  # output
 
 
-def requirement_text() -> str:
-    """Return the requirement with the archive's hash, for pip."""
-    return f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n"
-
-
 def build_environment(
     target: BuildTarget, toolchain: Toolchain, workshop: Workshop, environ: Mapping[str, str]
 ) -> dict[str, str | None]:
@@ -119,6 +115,9 @@ def build_environment(
     first = dict.fromkeys([str(toolchain.mpi.mpicxx.parent), str(toolchain.python.parent)])
     if target.gpu == "nccl":  # Horovod queries the nvcc on PATH for its architectures
         first = {str(cuda_home(toolchain, workshop) / "bin"): None, **first}
+    headers = [toolchain.headers]  # Horovod uses distutils, which was removed in Python 3.12
+    if "tensorflow" in target.frameworks and toolchain.tensorflow:
+        headers += toolchain.tensorflow.extra_includes()  # Horovod's build does not find them
     changes |= {
         # CMake must find this MPI, including mpicc.
         "PATH": os.pathsep.join([*first, environ.get("PATH", os.defpath)]),
@@ -128,9 +127,7 @@ def build_environment(
         ),
         "TMPDIR": str(workshop.scratch),
         "CXX": str(workshop.compiler),
-        "CPLUS_INCLUDE_PATH": _before(
-            _include_paths(target, toolchain), environ.get("CPLUS_INCLUDE_PATH")
-        ),
+        "CPLUS_INCLUDE_PATH": _before(headers, environ.get("CPLUS_INCLUDE_PATH")),
         "HOROVOD_CMAKE": str(workshop.cmake),
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 rejects the versions in Horovod and Gloo
         "MAKEFLAGS": f"-j{target.jobs}",
@@ -148,14 +145,6 @@ def build_environment(
 
 def _before(folders: Sequence[Path], rest: str | None) -> str:
     return os.pathsep.join([*map(str, folders), *([rest] if rest else [])])
-
-
-def _include_paths(target: BuildTarget, toolchain: Toolchain) -> list[Path]:
-    """Return header directories that Horovod's build does not find."""
-    paths = [toolchain.headers]  # Horovod uses distutils, which was removed in Python 3.12
-    if "tensorflow" in target.frameworks and toolchain.tensorflow:
-        paths += toolchain.tensorflow.extra_includes()
-    return paths
 
 
 def cuda_home(toolchain: Toolchain, workshop: Workshop) -> Path:

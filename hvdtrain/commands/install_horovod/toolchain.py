@@ -33,18 +33,13 @@ SYSTEM_LIBRARIES = tuple(
 
 
 @dataclass(frozen=True)
-class Mpi:
+class BuildMpi:
     """An MPI library, identified by its compiler wrapper."""
 
     mpicxx: Path  # the C++ wrapper; ``mpicc`` and ``mpirun`` are in its directory
     identity: str  # library and version, e.g. ``Open MPI 5.0.11``
     libraries: tuple[Path, ...]  # library directories of its link line
     mpirun: Path | None  # the launcher in the wrapper's directory
-
-    @property
-    def is_open_mpi(self) -> bool:
-        """Whether the launcher has Open MPI's options."""
-        return self.identity.startswith("Open MPI")
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class Toolchain:
     has_pip: bool  # whether this interpreter has pip
     make: Path | None  # GNU make
     compiler: Compiler | None  # the C++ compiler
-    mpi: Mpi | None  # the MPI library
+    mpi: BuildMpi | None  # the MPI library
     torch: Torch | None  # PyTorch
     tensorflow: TensorFlow | None  # TensorFlow
     cuda: Cuda | None  # the CUDA toolkit with its compiler
@@ -113,10 +108,11 @@ class Toolchain:
         is_package = folder.parts[-3:] == ("nvidia", "nccl", "lib")
         return folder if is_package and not folder.is_relative_to(self.prefix) else None
 
-    def installed_frameworks(self) -> tuple[str, ...]:
-        """Return the names of the frameworks that are installed."""
-        pairs = (("pytorch", self.torch), ("tensorflow", self.tensorflow))
-        return tuple(name for name, framework in pairs if framework)
+    @property
+    def frameworks(self) -> dict[str, Torch | TensorFlow]:
+        """Return the frameworks that are installed, by name."""
+        both = {"pytorch": self.torch, "tensorflow": self.tensorflow}
+        return {name: framework for name, framework in both.items() if framework}
 
 
 def find(environ: Mapping[str, str]) -> Toolchain:
@@ -171,7 +167,7 @@ def major_version(identity: str) -> int:
     return int(numbers[-1]) if numbers else 0
 
 
-def find_mpi(environ: Mapping[str, str], scripts: Path) -> Mpi | None:
+def find_mpi(environ: Mapping[str, str], scripts: Path) -> BuildMpi | None:
     """Find MPI by ``mpicxx``: on PATH, then in the interpreter's directory.
 
     PATH comes first because it determines the user's ``mpirun``: with a cluster's MPI module loaded
@@ -187,7 +183,7 @@ def find_mpi(environ: Mapping[str, str], scripts: Path) -> Mpi | None:
         launchers = (Path(program).with_name(name) for name in ("mpirun", "mpiexec"))
         mpirun = next((path for path in launchers if path.is_file()), None)
         identity, libraries = mpi_identity("\n".join(texts[:2])), mpi_libraries(texts[2])
-        return Mpi(Path(program), identity, libraries, mpirun)
+        return BuildMpi(Path(program), identity, libraries, mpirun)
     return None
 
 

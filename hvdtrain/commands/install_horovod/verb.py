@@ -7,16 +7,14 @@ site-packages. The final pip command, about two seconds, is not interrupted.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.commands.install_horovod import recipe
 from hvdtrain.commands.install_horovod.build import Build, proof_command, prove
@@ -43,6 +41,7 @@ from hvdtrain.system.runtime.command import Command, HeldSignals, run, terminati
 
 log = logging.getLogger(__name__)
 
+FROM_CACHE = "taken from the cache"
 EPILOG = """example:
   hvdtrain install-horovod                          for the frameworks that are installed
   hvdtrain install-horovod --gpu nccl --cuda-arch 80,90   on a login node without a GPU
@@ -122,7 +121,7 @@ class Session:
     def dry_run(self) -> Report:
         """Return the commands that ``install`` would run, one per line."""
         build = self.build
-        cached = None if self.rebuild else self.cache.find(build.key)
+        cached = self._cached(build.key)
         if cached and self._is_installed(cached):
             return Report("", {"ok": True, "commands": []})
         steps = [] if cached else [c for _, c in build.steps(self.cache.has_archive())]
@@ -139,21 +138,37 @@ class Session:
         start = time.monotonic()
         for line in rows_of(self.plan):
             log.info("%s", line)
-        with _interruption_reported():
-            build = self.build
-            cached = None if self.rebuild else self.cache.find(build.key)
-            if cached and self._is_installed(cached):
-                log.info("already installed and proven here: %s", cached.path)
-                mend_torchvision(self.toolchain.site_packages)
-                return self._report(
-                    cached, "nothing", read_json(cached.proof_file(self.toolchain.prefix)), start
-                )
-            log_file = self.cache.log_file(build.key)
-            log_file.parent.mkdir(parents=True, exist_ok=True)
-            log.info("log: %s", log_file)
-            wheel, built = (cached, False) if cached else self._build(build, log_file)
-            results = self._prove_and_install(wheel, log_file)
-        return self._report(wheel, "built" if built else "taken from the cache", results, start)
+        try:
+            with termination_as_interrupt():
+                wheel, done, results = self._install()
+        except KeyboardInterrupt:
+            log.info("interrupted: nothing partial is left in the environment or the cache")
+            raise
+        seconds = round(time.monotonic() - start, 1)
+        names = ", ".join(self.plan.target.frameworks)
+        text = (
+            f"Horovod {recipe.HOROVOD_VERSION} for {names} is installed and proven on two ranks "
+            f"({done}, {seconds} s)\nwheel: {wheel.path}"
+        )
+        data = {"ok": True, "wheel": str(wheel.path), "sha256": wheel.sha256, "done": done}
+        data |= {"proof": results, "facts": dict(wheel.facts), "seconds": seconds}
+        return Report(text, data)
+
+    def _install(self) -> tuple[CachedWheel, str, dict[str, object]]:
+        """Install as far as needed; return the wheel, what was done, and the proofs' results."""
+        build = self.build
+        cached = self._cached(build.key)
+        if cached and self._is_installed(cached):
+            log.info("already installed and proven here: %s", cached.path)
+            mend_torchvision(self.toolchain.site_packages)
+            return cached, "nothing", read_json(cached.proof_file(self.toolchain.prefix))
+        log_file = self.cache.log_file(build.key)
+        log.info("log: %s", log_file)
+        wheel, done = (cached, FROM_CACHE) if cached else self._build(build, log_file)
+        return wheel, done, self._prove_and_install(wheel, log_file)
+
+    def _cached(self, key: str) -> CachedWheel | None:
+        return None if self.rebuild else self.cache.find(key)
 
     def _is_installed(self, wheel: CachedWheel) -> bool:
         """Return whether ``wheel`` is completely installed here, and proven to work."""
@@ -161,16 +176,15 @@ class Session:
         same = wheel_hash(installed) == wheel.sha256 and is_complete(installed)
         return same and wheel.proof_file(self.toolchain.prefix).is_file()
 
-    def _build(self, build: Build, log_file: Path) -> tuple[CachedWheel, bool]:
+    def _build(self, build: Build, log_file: Path) -> tuple[CachedWheel, str]:
         """Build the wheel, unless another session built it while this one waited for the lock."""
         with self.cache.lock(build.key, "builds the same wheel"):
-            cached = None if self.rebuild else self.cache.find(build.key)
-            if cached:
-                return cached, False
+            if cached := self._cached(build.key):
+                return cached, FROM_CACHE
             log.info("building Horovod with %d jobs; this takes minutes", build.target.jobs)
-            return build.run(log_file), True
+            return build.run(log_file), "built"
 
-    def _prove_and_install(self, wheel: CachedWheel, log_file: Path) -> dict[str, Any]:
+    def _prove_and_install(self, wheel: CachedWheel, log_file: Path) -> dict[str, object]:
         """Prove ``wheel`` in the trial directory, then install it; return the proofs' results."""
         environment = cache_key({"prefix": str(self.toolchain.prefix)})
         with self.cache.lock(environment, "installs into the same environment"):
@@ -178,10 +192,11 @@ class Session:
             with HeldSignals():  # an interrupted pip would leave neither the old nor the new
                 self._pip(wheel)
                 mend_torchvision(self.toolchain.site_packages)
-                write_atomically(wheel.proof_file(self.toolchain.prefix), json.dumps(results))
+                proof = json.dumps(results).encode()
+                write_atomically(wheel.proof_file(self.toolchain.prefix), proof)
         return results
 
-    def _prove(self, wheel: CachedWheel, log_file: Path) -> dict[str, Any]:
+    def _prove(self, wheel: CachedWheel, log_file: Path) -> dict[str, object]:
         """Prove ``wheel`` in the trial directory, and remove it; return the proofs' results."""
         shutil.rmtree(self.trial, ignore_errors=True)  # of a session that was killed
         try:
@@ -199,29 +214,3 @@ class Session:
         if not result.ok:
             cause = result.output.strip().splitlines()[-1:] or ["no output"]
             raise HvdtrainError(f"pip could not install {wheel.path}: {cause[0]}")
-
-    def _report(
-        self, wheel: CachedWheel, done: str, results: Mapping[str, Any], start: float
-    ) -> Report:
-        """Return the report of a successful installation."""
-        seconds = round(time.monotonic() - start, 1)
-        names = ", ".join(self.plan.target.frameworks)
-        text = (
-            f"Horovod {recipe.HOROVOD_VERSION} for {names} is installed and proven on two ranks "
-            f"({done}, {seconds} s)\nwheel: {wheel.path}"
-        )
-        data = {"ok": True, "wheel": str(wheel.path), "sha256": wheel.sha256, "done": done}
-        return Report(
-            text, data | {"proof": dict(results), "facts": dict(wheel.facts), "seconds": seconds}
-        )
-
-
-@contextlib.contextmanager
-def _interruption_reported() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, and log the state after either."""
-    try:
-        with termination_as_interrupt():
-            yield
-    except KeyboardInterrupt:
-        log.info("interrupted: nothing partial is left in the environment or the cache")
-        raise

@@ -20,7 +20,6 @@ import importlib.metadata
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -109,23 +108,15 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file atomically."""
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    temporary.write_bytes(data)
     temporary.replace(path)
 
 
-def copy_atomically(path: Path, target: Path) -> None:
-    """Copy a file atomically."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.copyfile(path, temporary)
-    temporary.replace(target)
-
-
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, object]:
     """Return the JSON object in ``path``; empty if it cannot be read."""
     try:
         value = json.loads(path.read_text())
@@ -163,9 +154,28 @@ class WheelCache:
         """Return the directory in which the wheel ``key`` is built."""
         return self.root / "build" / key
 
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Convert an ``OSError`` in work on the cache into an error with its remedy.
+
+        Raises:
+            HvdtrainError: the cache is full, or not writable.
+        """
+        try:
+            yield
+        except OSError as error:
+            need = "with 2 GB free" if error.errno in FULL else "that is writable"
+            raise HvdtrainError(
+                f"{error.filename or self.root}: {error.strerror}; "
+                f"set HVDTRAIN_CACHE to a directory {need}"
+            ) from error
+
     def log_file(self, key: str) -> Path:
-        """Return a new name for the log of a build."""
-        return self.root / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{key}.log"
+        """Return a new name for the log of a build, in a directory that exists."""
+        folder = self.root / "logs"
+        with self.errors():
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{key}.log"
 
     def has_archive(self) -> bool:
         """Return whether the released archive is cached."""
@@ -188,36 +198,25 @@ class WheelCache:
         """Store a built wheel, replacing an older one; call it with the lock of ``key``.
 
         Raises:
-            HvdtrainError: the cache is not writable.
+            OSError: the cache is not writable.
         """
-        directory = self.root / "wheels" / key
-        target = directory / built.name
-        record = {"wheel": built.name, "sha256": file_hash(built), "facts": facts}
-        try:
-            copy_atomically(built, target)
-            # It has the wheel's hash, so it is written second.
-            write_atomically(directory / "build.json", json.dumps(record, indent=1, sort_keys=True))
-        except OSError as error:
-            free = "free space, or " if error.errno in FULL else ""
-            raise HvdtrainError(
-                f"the wheel cannot be cached in {directory} ({error.strerror}): "
-                f"{free}set HVDTRAIN_CACHE to a writable directory"
-            ) from error
-        return CachedWheel(target, str(record["sha256"]), facts)
+        target = self.root / "wheels" / key / built.name
+        wheel = CachedWheel(target, file_hash(built), facts)
+        write_atomically(target, built.read_bytes())
+        record = {"wheel": built.name, "sha256": wheel.sha256, "facts": facts}
+        text = json.dumps(record, indent=1, sort_keys=True)
+        # It has the wheel's hash, so it is written second.
+        write_atomically(target.with_name("build.json"), text.encode())
+        return wheel
 
     @contextlib.contextmanager
     def lock(self, name: str, activity: str) -> Iterator[None]:
         """Hold the lock ``name``; waiting for another session's ``activity`` is logged."""
         path = self.root / "locks" / f"{name}.lock"
         with contextlib.ExitStack() as held:
-            try:
+            with self.errors():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 held.enter_context(lock(path, activity))
-            except OSError as error:
-                raise HvdtrainError(
-                    f"the cache {self.root} cannot be written ({error.strerror}): "
-                    "set HVDTRAIN_CACHE to a writable directory"
-                ) from error
             yield
 
 
@@ -269,22 +268,23 @@ def mend_torchvision(site_packages: Path) -> None:
     """
     switch = mend_file(site_packages)
     files = {
-        f"{switch.stem}.py": Path(torchvision_mend.__file__).read_text(),
-        switch.name: f"import {switch.stem}\n",  # Python executes it at start
+        f"{switch.stem}.py": Path(torchvision_mend.__file__).read_bytes(),
+        switch.name: f"import {switch.stem}\n".encode(),  # Python executes it at start
     }
     _record(site_packages, files)
-    for name, text in files.items():
-        write_atomically(site_packages / name, text)
+    for name, data in files.items():
+        write_atomically(site_packages / name, data)
 
 
-def _record(site_packages: Path, files: Mapping[str, str]) -> None:
+def _record(site_packages: Path, files: Mapping[str, bytes]) -> None:
     """Add ``files`` to the RECORD of the installed Horovod."""
     distribution = find_installed(site_packages)
     assert distribution is not None and distribution.files
-    record = next(file for file in distribution.files if file.name == "RECORD").locate()
-    lines = Path(str(record)).read_text().splitlines()
+    [file] = [file for file in distribution.files if file.name == "RECORD"]
+    record = Path(str(file.locate()))
+    lines = record.read_text().splitlines()
     lines = [line for line in lines if line.partition(",")[0] not in files]
-    for name, text in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        lines.append(f"{name},sha256={digest.rstrip('=')},{len(text.encode())}")
-    write_atomically(Path(str(record)), "\n".join(lines) + "\n")
+    for name, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
+        lines.append(f"{name},sha256={digest.rstrip('=')},{len(data)}")
+    write_atomically(record, "".join(f"{line}\n" for line in lines).encode())

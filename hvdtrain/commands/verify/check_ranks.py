@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import asdict
 
 from hvdtrain.commands.verify.probe import Facts, Probe
-from hvdtrain.commands.verify.rows import Row, by_rank, number, row
+from hvdtrain.commands.verify.rows import StepRow, by_rank, number, row
 from hvdtrain.steps.integrity import BOOT_ID
 from hvdtrain.steps.sharding import evaluation_parts
 from hvdtrain.steps.world import World
@@ -49,7 +49,7 @@ def measure_world(probe: Probe) -> Facts:
     }
 
 
-def judge_world(all_ranks: list[Facts]) -> Row:
+def judge_world(all_ranks: list[Facts]) -> StepRow:
     """Judge step 1: each rank has the true world, its own process and the launcher's rank."""
     hosts = [facts["host"] for facts in all_ranks]
     size = len(all_ranks)
@@ -90,7 +90,7 @@ def measure_devices(probe: Probe) -> Facts:
     return {"host": host_name(), "cores": cores, "gpu": gpu, "threads": threads}
 
 
-def judge_devices(all_ranks: list[Facts]) -> Row:
+def judge_devices(all_ranks: list[Facts]) -> StepRow:
     """Judge step 2: no GPU is shared; threads do not exceed cores, or one per rank if more."""
     by_host: dict[str, list[Facts]] = {}
     for facts in all_ranks:
@@ -141,7 +141,7 @@ def measure_shards(probe: Probe) -> Facts:
     return {"samples": samples, "epochs": epochs, "tracked": tracked}
 
 
-def judge_shards(all_ranks: list[Facts]) -> Row:
+def judge_shards(all_ranks: list[Facts]) -> StepRow:
     """Judge step 3: over all ranks each sample is drawn once per epoch, in equally many steps."""
     samples, size = all_ranks[0]["samples"], len(all_ranks)
     wrong = []
@@ -198,7 +198,7 @@ def measure_metrics(probe: Probe) -> Facts:
     return {"rounds": rounds}
 
 
-def judge_metrics(all_ranks: list[Facts]) -> Row:
+def judge_metrics(all_ranks: list[Facts]) -> StepRow:
     """Judge step 8: every rank has the means over all samples, and the number of samples."""
     size = len(all_ranks)
     totals = (3 * size + 1, sum(map(len, slices(size))))

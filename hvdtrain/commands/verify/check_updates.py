@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdtrain.commands.verify.hooks import watch_writes
 from hvdtrain.commands.verify.probe import Array, Facts, Probe, largest
-from hvdtrain.commands.verify.rows import Row, by_rank, number, row
+from hvdtrain.commands.verify.rows import StepRow, by_rank, number, row
 from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Position, Shards
 from hvdtrain.system.output.text import plural, rank_list
@@ -46,7 +46,7 @@ def expected_rates(size: int) -> list[float]:
     return [rate(position) for position in POSITIONS]
 
 
-def judge_rate(all_ranks: list[Facts]) -> Row:
+def judge_rate(all_ranks: list[Facts]) -> StepRow:
     """Judge step 4: on all ranks, the rates returned and applied are those for their number."""
     size = len(all_ranks)
     rates = expected_rates(size)
@@ -101,7 +101,7 @@ def measure_gradient(probe: Probe) -> Facts:
     return {"applied": applied, "whole": whole, "tensors": tensors}
 
 
-def judge_gradient(all_ranks: list[Facts]) -> Row:
+def judge_gradient(all_ranks: list[Facts]) -> StepRow:
     """Judge step 5: all ranks applied the same gradient, that of the global batch."""
     applied = np.array([facts["applied"] for facts in all_ranks])  # (ranks, steps, parameters)
     whole = np.array(all_ranks[0]["whole"])
@@ -132,7 +132,7 @@ def measure_broadcast(probe: Probe) -> Facts:
     return {"tensors": len(after), "before": _flat(before), "after": _flat(after)}
 
 
-def judge_broadcast(all_ranks: list[Facts]) -> Row:
+def judge_broadcast(all_ranks: list[Facts]) -> StepRow:
     """Judge step 6: all ranks hold rank 0's state from before the broadcast, bit for bit."""
     root = np.array(all_ranks[0]["before"])
     before = [largest(np.array(facts["before"]) - root) for facts in all_ranks]
@@ -198,7 +198,7 @@ def _save_and_load(probe: Probe, directory: Path) -> Facts:
     }
 
 
-def judge_checkpoint(all_ranks: list[Facts]) -> Row:
+def judge_checkpoint(all_ranks: list[Facts]) -> StepRow:
     """Judge step 7: one complete checkpoint, written by one rank, restores the state."""
     root = all_ranks[0]
     writers = [rank for rank, facts in enumerate(all_ranks) if facts["written"]]

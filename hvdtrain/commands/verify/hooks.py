@@ -14,16 +14,13 @@ from typing import Any
 
 from typing_extensions import override
 
-Listener = Callable[[tuple[Any, ...], dict[str, Any], Any], object]
-"""Called with (arguments, keyword arguments, result) after a call has returned."""
 
-
-def after(owner: Any, name: str, listener: Listener) -> None:
-    """Call ``listener`` after each call of ``owner.name``; do nothing if there is none."""
+def after(owner: Any, name: str, listener: Callable[..., object]) -> None:
+    """Call ``listener`` with result and arguments of each call of ``owner.name``, if it exists."""
 
     def call(original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        best_effort(listener, args, kwargs, result)
+        best_effort(listener, result, *args, **kwargs)
         return result
 
     replace(owner, name, call)
@@ -42,10 +39,10 @@ def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def best_effort(listener: Callable[..., Any], *args: Any) -> Any:
+def best_effort(listener: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Return the result of ``listener``, or None if it fails: it must never stop the script."""
     try:
-        return listener(*args)
+        return listener(*args, **kwargs)
     except Exception as error:
         name = getattr(listener, "__qualname__", listener)
         sys.stderr.write(f"hvdtrain verify: internal probe {name} failed: {error!r}\n")

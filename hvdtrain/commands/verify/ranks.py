@@ -16,14 +16,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from hvdtrain.adapters import select
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.commands.verify import STALLED, check_ranks, check_updates
 from hvdtrain.commands.verify.check_ranks import host_name, true_world
 from hvdtrain.commands.verify.probe import Facts, Probe
-from hvdtrain.commands.verify.rows import ALL, FAILED, Row, progress, read_row
+from hvdtrain.commands.verify.rows import ALL, FAILED, StepRow, progress, read_row
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError, UsageError
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, run
@@ -31,12 +30,12 @@ from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import set_defaults
 
-Emit = Callable[[Row], None]
+Emit = Callable[[StepRow], None]
 
 MARK = "hvdtrain-verify-row "  # prefix of each row that rank 0 prints
 PREFIX = "hvdtrain: "  # of the message of a rank that ends
 
-Check = tuple[Callable[[Probe], Facts], Callable[[list[Facts]], Row]]
+Check = tuple[Callable[[Probe], Facts], Callable[[list[Facts]], StepRow]]
 """The measurement of a step, made on every rank, and the judgement of all results."""
 
 CHECKS: dict[int, Check] = {
@@ -63,7 +62,7 @@ def main() -> int:
     return 0
 
 
-def print_row(row: Row) -> None:
+def print_row(row: StepRow) -> None:
     """Print a row on rank 0, in one write, prefixed with ``MARK``."""
     if detect(os.environ).is_root:
         sys.stdout.write(f"{MARK}{json.dumps(row.data())}\n")
@@ -76,7 +75,7 @@ class LostError(Exception):
 
 def verify(
     framework: str, strategy: str | None, emit: Emit, steps: Collection[int] = ALL
-) -> list[Row]:
+) -> list[StepRow]:
     """Verify ``steps``; all ranks must call it, and all return the same rows.
 
     Args:
@@ -93,22 +92,22 @@ def verify(
     """
     adapter = select.adapter(framework, strategy)
     set_defaults(STALLED)
-    rows: list[Row] = []
+    rows: list[StepRow] = []
 
-    def add(row: Row) -> None:
+    def add(row: StepRow) -> None:
         rows.append(row)
         emit(row)
 
     try:
         probe = initialize(adapter, framework)
     except Exception as error:
-        add(Row(1, FAILED, describe(error)))
+        add(StepRow(1, FAILED, describe(error)))
         return rows
     for step in sorted(steps):
         try:
             add(run_check(probe, step))
         except LostError as error:
-            add(Row(step, FAILED, str(error)))
+            add(StepRow(step, FAILED, str(error)))
             break
     return rows
 
@@ -122,42 +121,41 @@ def initialize(adapter: CommonAdapter, framework: str) -> Probe:
     return Probe(adapter, framework, claimed)
 
 
-def run_check(probe: Probe, step: int) -> Row:
+def run_check(probe: Probe, step: int) -> StepRow:
     """Measure on every rank, exchange the results, and judge them.
 
     Raises:
         LostError: on every rank, if they wait in different collectives.
     """
     measure, judge = CHECKS[step]
-    failure = ""
-    facts: Facts = {}
+    failure, facts = "", Facts()
     try:
         facts = measure(probe)
     except Exception as error:
         failure = describe(error)
-    results = exchange(probe, step, {"failure": failure, "facts": facts})
-    failures = {rank: result["failure"] for rank, result in enumerate(results) if result["failure"]}
+    results = exchange(probe, step, failure, facts)
+    failures = {rank: text for rank, (text, _) in enumerate(results) if text}
     if failures:
         first, text = next(iter(failures.items()))
         prefix = "" if len(failures) == len(results) else f"rank {first}: "
-        return Row(step, FAILED, prefix + text, {"failures": len(failures)})
-    return judge([result["facts"] for result in results])
+        return StepRow(step, FAILED, prefix + text, {"failures": len(failures)})
+    return judge([facts for _, facts in results])
 
 
-def exchange(probe: Probe, step: int, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the results of all ranks for ``step``, by rank; all ranks must call it."""
+def exchange(probe: Probe, step: int, failure: str, facts: Facts) -> list[tuple[str, Facts]]:
+    """Return failure and facts of all ranks in ``step``, by rank; all ranks must call it."""
     try:
-        packed = json.dumps([step, result]).encode()
+        packed = json.dumps([step, failure, facts]).encode()
         messages = [json.loads(data) for data in probe.adapter.communicator.gather(packed)]
-        if [message[0] for message in messages] != [step] * probe.size:
+        if any(message[0] != step for message in messages):
             raise LostError("the ranks are in different steps")
     except Exception as error:
-        cause = result["failure"] or describe(error)
+        cause = failure or describe(error)
         launch = detect(os.environ)
-        if launch.rank and result["failure"]:
+        if launch.rank and failure:
             sys.stderr.write(f"{PREFIX}rank {launch.rank}, step {step}: {cause}\n")
         raise LostError(f"the ranks wait in different collectives: {cause}") from error
-    return [message[1] for message in messages]
+    return [(text, values) for _, text, values in messages]
 
 
 def describe(error: Exception) -> str:
@@ -175,7 +173,7 @@ def rank_command(framework: str, strategy: str | None, steps: Sequence[int]) -> 
     return [sys.executable, "-m", "hvdtrain.commands.verify.ranks", *options]
 
 
-def start_ranks(command: Callable[[Sequence[int]], Command], timeout: float) -> list[Row]:
+def start_ranks(command: Callable[[Sequence[int]], Command], timeout: float) -> list[StepRow]:
     """Run ``command(steps)`` until each step has its row, or step 1 failed and ended the ranks.
 
     Args:
@@ -185,13 +183,13 @@ def start_ranks(command: Callable[[Sequence[int]], Command], timeout: float) -> 
     Raises:
         UsageError: the ranks exited because of wrong options.
     """
-    rows: dict[int, Row] = {}
+    rows: dict[int, StepRow] = {}
     pending = list(ALL)
     while pending:
-        seen: list[Row] = []
+        seen: list[StepRow] = []
         start = time.monotonic()
 
-        def read_line(line: str, seen: list[Row] = seen) -> None:
+        def read_line(line: str, seen: list[StepRow] = seen) -> None:
             _, mark, text = line.partition(MARK)
             # A step whose line is mixed with another rank's is verified again.
             with contextlib.suppress(ValueError):
@@ -207,7 +205,7 @@ def start_ranks(command: Callable[[Sequence[int]], Command], timeout: float) -> 
         if pending and not (new and (new[-1].step == last or new[-1].state == FAILED)):
             # No row explains the end, so the ranks ended in the next step.
             step = pending.pop(0)
-            rows[step] = Row(step, FAILED, _cause(result, time.monotonic() - start))
+            rows[step] = StepRow(step, FAILED, _cause(result, time.monotonic() - start))
         if rows[1].state == FAILED and set(rows) == {1}:
             break  # without a world no step can be verified
     return [rows[step] for step in sorted(rows)]

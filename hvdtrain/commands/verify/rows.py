@@ -72,7 +72,7 @@ ALL = tuple(step.number for step in STEPS)
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """The result of one step."""
 
     step: int  # its number
@@ -90,7 +90,7 @@ class Row:
         """How to repair the step; empty unless it failed."""
         return self.description.remedy if self.state == FAILED else ""
 
-    def data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, object]:
         """Return the row as JSON values."""
         return {
             "step": self.step,
@@ -103,30 +103,35 @@ class Row:
         }
 
 
-def row(step: int, holds: bool, evidence: str, **facts: Any) -> Row:
+def row(step: int, holds: bool, evidence: str, **facts: Any) -> StepRow:
     """Return the row of a step whose effect could be checked."""
-    return Row(step, OK if holds else FAILED, evidence, facts)
+    return StepRow(step, OK if holds else FAILED, evidence, facts)
 
 
-def read_row(data: Mapping[str, Any]) -> Row:
-    """Return the row that ``Row.data`` wrote."""
-    return Row(data["step"], data["state"], data["evidence"], data["facts"])
+def not_seen(step: int, reason: str) -> StepRow:
+    """Return the row of a step whose effect could not be checked."""
+    return StepRow(step, NOT_SEEN, reason)
 
 
-def progress(row: Row) -> str:
+def read_row(data: Mapping[str, Any]) -> StepRow:
+    """Return the row that ``StepRow.data`` wrote."""
+    return StepRow(data["step"], data["state"], data["evidence"], data["facts"])
+
+
+def progress(row: StepRow) -> str:
     """Return the status line after ``row``: the step that follows."""
     if row.step == len(STEPS):
         return f"{len(STEPS)} of {len(STEPS)} steps checked, waiting for the ranks to exit"
     return f"step {row.step + 1} of {len(STEPS)}, {STEPS[row.step].title}"
 
 
-def complete(rows: Iterable[Row], reason: str) -> list[Row]:
+def complete(rows: Iterable[StepRow], reason: str) -> list[StepRow]:
     """Return all eight rows in order; missing ones are ``not seen`` for ``reason``."""
     by_step = {row.step: row for row in rows}
-    return [by_step.get(number, Row(number, NOT_SEEN, reason)) for number in ALL]
+    return [by_step.get(number, not_seen(number, reason)) for number in ALL]
 
 
-def show(headline: str, rows: Iterable[Row]) -> str:
+def show(headline: str, rows: Iterable[StepRow]) -> str:
     """Return the rows as a table, the remedy below the evidence; with colours on a terminal."""
     findings = [
         Finding(f"{row.step} {row.description.title}", row.state, row.evidence, row.remedy)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.commands.verify.rows import ALL, FAILED, Row, complete, progress, show
+from hvdtrain.commands.verify.rows import ALL, FAILED, StepRow, complete, progress, show
 from hvdtrain.config.strategies import DEFAULT, PACKAGES, STRATEGIES
 from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
@@ -27,7 +27,6 @@ from hvdtrain.system.runtime.exit import WAIT_USAGE, fail, leave
 
 log = logging.getLogger(__name__)
 
-FRAMEWORKS = ("pytorch", "tensorflow")
 TIMEOUT = 300.0  # seconds; importing TensorFlow from a cold shared disk takes up to 30 s
 UPDATES = 5
 
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("-n", dest="ranks", type=positive, metavar="N", help="number of ranks to start")
-    add("--framework", choices=FRAMEWORKS, help="framework (default: pytorch if installed)")
+    add("--framework", choices=tuple(PACKAGES), help="framework (default: pytorch if installed)")
     add("--strategy", metavar="NAME", help="strategy, as for the trainers (default: horovod)")
     add("--script", type=Path, metavar="FILE", help="Horovod script to verify instead")
     updates = f"number of updates before it is ended, or `all` (default: {UPDATES})"
@@ -62,7 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def update_limit(value: str) -> int | str:
     """Read a number of updates, or ``all``."""
-    return value if value == "all" else positive(value)
+    try:
+        return value if value == "all" else positive(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, nor all") from None
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
@@ -78,7 +80,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         raise UsageError("--updates: requires --script FILE")
     _check_strategy(arguments.strategy)
     ranks = rank_count(arguments.ranks, os.environ)
-    framework = arguments.framework or installed_framework()
+    installed = (name for name, package in PACKAGES.items() if is_installed(package))
+    framework = arguments.framework or next(installed, "pytorch")
     if ranks is None and not arguments.script:
         return _verify_here(framework, arguments)
     with termination_as_interrupt():  # the ranks must not outlive this process
@@ -120,11 +123,6 @@ def rank_count(requested: int | None, environ: Mapping[str, str]) -> int | None:
     return requested or find_allocation(environ).slots or None
 
 
-def installed_framework() -> str:
-    """Return ``pytorch``, or ``tensorflow`` if only that is installed."""
-    return next((name for name in FRAMEWORKS if is_installed(PACKAGES[name])), FRAMEWORKS[0])
-
-
 def _start(ranks: int, framework: str, arguments: argparse.Namespace) -> Report:
     """Start ranks that verify the steps, and return their report."""
     from hvdtrain.commands.launch.prepare import Request, prepare
@@ -150,10 +148,10 @@ def _verify_here(framework: str, arguments: argparse.Namespace) -> Report:
         command = shlex.join(rank_command(framework, arguments.strategy, ALL))
         return Report(command, {"ok": True, "commands": [command]})
     launch = detect(os.environ)
-    rows: list[Row] = []
+    rows: list[StepRow] = []
     failures: list[Exception] = []
 
-    def add_row(row: Row) -> None:
+    def add_row(row: StepRow) -> None:
         rows.append(row)
         terminal.status(progress(row))
 
@@ -169,7 +167,7 @@ def _verify_here(framework: str, arguments: argparse.Namespace) -> Report:
         worker.join(arguments.timeout)
     if worker.is_alive():
         cause = f"no answer after {arguments.timeout:g} s: a rank hangs, or --timeout is too short"
-        rows.append(Row(len(rows) + 1, FAILED, cause))
+        rows.append(StepRow(len(rows) + 1, FAILED, cause))
         atexit.register(leave, EXIT_FAILURE)  # before the finalizers, which would hang too
     if launch.rank and (failures or worker.is_alive()):
         # Rank 0 reports first: mpirun kills all ranks when one exits with a code other than 0.
@@ -182,7 +180,7 @@ def _verify_here(framework: str, arguments: argparse.Namespace) -> Report:
     return report(rows, framework, arguments.strategy, launch.size)
 
 
-def report(rows: Sequence[Row], framework: str, strategy: str | None, ranks: int) -> Report:
+def report(rows: Sequence[StepRow], framework: str, strategy: str | None, ranks: int) -> Report:
     """Return the eight rows as a table and as data; missing rows count as not seen."""
     failure = f"step {rows[-1].step}" if rows else "the start"
     all_rows = complete(rows, f"not reached: see {failure}")

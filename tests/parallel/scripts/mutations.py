@@ -153,14 +153,17 @@ def half_written(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return folder
 
 
+def multiply(model: Any, factor: float) -> None:
+    for value in model.parameters() if framework == "pytorch" else model.trainable_variables:
+        value.data.mul_(factor) if framework == "pytorch" else value.assign(value * factor)
+
+
 def scaled_values(
     original: Any, self: Any, directory: Any, model: Any, *args: Any, **kw: Any
 ) -> Any:
-    for value in model.parameters() if framework == "pytorch" else model.trainable_variables:
-        value.data.mul_(2) if framework == "pytorch" else value.assign(value * 2)
+    multiply(model, 2.0)
     folder = original(self, directory, model, *args, **kw)
-    for value in model.parameters() if framework == "pytorch" else model.trainable_variables:
-        value.data.div_(4) if framework == "pytorch" else value.assign(value / 4)
+    multiply(model, 0.25)
     return folder
 
 
@@ -195,11 +198,7 @@ UNSCALED = rescaled(lambda true: 1 / true.size)
 MUTATIONS: dict[str, tuple[Any, ...]] = {
     "nothing": (None, contextlib.nullcontext()),
     "every rank believes it is alone": (1, "initialize", ALONE),
-    "two ranks believe they are rank 0": (
-        1,
-        "initialize",
-        world(rank=lambda true: true.rank // 2),
-    ),
+    "two ranks believe they are rank 0": (1, "initialize", world(rank=lambda true: true.rank // 2)),
     "local ranks are not counted by host": (1, "initialize", world(local_rank=0)),
     "every rank takes all cores": (2, "pin_device", all_cores),
     "every rank draws the whole set": (3, "shard_data", whole_set),
@@ -227,19 +226,9 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "metrics are not reduced": (8, "average_metrics", local_metrics),
     "padding counts as samples": (8, "average_metrics", padded),
 }
-FEW = {
-    "nothing",
-    "every rank believes it is alone",
-    "every rank takes all cores",
-    "every rank draws the whole set",
-    "the rate is not scaled",
-    "the optimizer keeps its first rate",
-    "the optimizer is not distributed",
-    "gradients are averaged over ranks",
-    "nothing is broadcast",
-    "every rank writes",
-    "the average of averages",
-}
+# The first of each step, and two that depend on the framework.
+FIRST = {step: name for name, (step, *_) in reversed(MUTATIONS.items())}
+FEW = {*FIRST.values(), "the optimizer keeps its first rate", "gradients are averaged over ranks"}
 
 results: dict[str, Any] = {}
 for name, (step, *change) in MUTATIONS.items():

@@ -63,7 +63,7 @@ class Measured:
         """Return the images/s that a worker reads on one core if they are in the page cache."""
         return 1 / sum(self.seconds[stage] for stage in WORKER)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the measurements for ``--json``."""
         return {
             "directory": str(self.directory),

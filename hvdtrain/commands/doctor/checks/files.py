@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +16,10 @@ from hvdtrain.system.machine.limits import GIB
 from hvdtrain.system.output.text import size
 
 # Types that hosts share, as in /proc/self/mountinfo, where FUSE adds its subtype after a dot.
-SHARED = {
-    *("9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.sshfs", "gfs2"),
-    *("glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3"),
-    *("virtiofs", "wekafs"),
-}
+SHARED = re.compile(
+    r"9p|afs|beegfs|ceph|cifs|fuse\.(ceph|glusterfs|sshfs)|gfs2|glusterfs|gpfs|lustre|nfs4?|ocfs2|"
+    r"orangefs|panfs|pvfs2|smb3|virtiofs|wekafs"
+)
 LEAST_FREE = GIB // 10  # a checkpoint of ResNet-50 with its momenta takes 0.2 GiB
 FEW_FREE = 5 * GIB
 BLOCK = 4096  # bytes of the trial write
@@ -101,7 +101,7 @@ def directory_findings(directories: Sequence[Directory], hosts: int) -> Iterator
 
 
 def _space(directory: Directory, hosts: int) -> Finding:
-    name, shared = directory.name, directory.kind in SHARED
+    name, shared = directory.name, bool(SHARED.fullmatch(directory.kind))
     reach = "shared by hosts" if shared else "local to this host"
     evidence = f"{directory.path}: {directory.kind}, {reach}, {size(directory.free)} free"
     state = WARNING if name == "home" else ERROR

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.commands.doctor.checks.loading import Loaded
-from hvdtrain.commands.doctor.checks.software import PACKAGES
+from hvdtrain.commands.doctor.checks.software import REBUILD
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+from hvdtrain.commands.install_horovod.plan import NAMES
 from hvdtrain.commands.launch.launcher_choice import OPEN_MPI as OPEN_MPIS
 from hvdtrain.commands.launch.launcher_choice import REMEDY, Mpi, find_mpi
 from hvdtrain.errors import UsageError
@@ -18,7 +19,6 @@ OPEN_MPI = "Open MPI"
 # Family by dialect: a launcher starts ranks of its family; one that is absent here, e.g. srun,
 # starts ranks of any.
 FAMILIES = dict.fromkeys(("mpich", "intel", "pals"), "MPICH") | dict.fromkeys(OPEN_MPIS, OPEN_MPI)
-REBUILD = "hvdtrain install-horovod --rebuild"
 # Without pip's cache, which may have a build for another MPI.
 MPI4PY = "pip install --no-cache-dir --force-reinstall --no-binary mpi4py mpi4py"
 
@@ -57,7 +57,7 @@ def mpi_findings(facts: MpiFacts) -> Iterator[Finding]:
         libraries = "; ".join(f"{identity}, {path}" for path, identity in facts.mpi4py.mpi)
         yield Finding("mpi4py", OK, f"uses {libraries or 'no MPI'}")
     users = {"mpi4py": facts.mpi4py}
-    users |= {f"Horovod ({PACKAGES[name]})": loaded for name, loaded in facts.horovod.items()}
+    users |= {f"Horovod ({NAMES[name]})": loaded for name, loaded in facts.horovod.items()}
     yield agreement(facts, {name: loaded for name, loaded in users.items() if loaded.mpi})
 
 

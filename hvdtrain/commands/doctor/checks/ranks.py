@@ -50,12 +50,12 @@ BACKENDS = {
 
 
 @dataclass(frozen=True)
-class Times:
+class AllreduceTimes:
     """The report of ``hvdtrain.collectives --time``."""
 
     ranks: int
     hosts: int
-    backends: dict[str, Any]  # by name: state, and reason or rows
+    backends: dict[str, Mapping[str, Any]]  # by name: state, and reason or rows
 
 
 def read_reports(output: str, kind: type[T]) -> list[T]:
@@ -189,7 +189,7 @@ def _limits(ranks: Sequence[RankReport], local_names: Collection[str]) -> Iterat
                 yield replace(finding, check=f"{finding.check} on {host}")
 
 
-def allreduce_findings(report: Times) -> Iterator[Finding]:
+def allreduce_findings(report: AllreduceTimes) -> Iterator[Finding]:
     """Yield a finding per back end that failed, and one on those that were measured."""
     measured = []
     for key, backend in report.backends.items():
@@ -203,7 +203,7 @@ def allreduce_findings(report: Times) -> Iterator[Finding]:
         yield Finding("allreduce", OK, f"correct sums by {'; '.join(measured)}: see the table")
 
 
-def allreduce_text(report: Times) -> str:
+def allreduce_text(report: AllreduceTimes) -> str:
     """Return a row per message size: time, algorithm and bus bandwidth per back end.
 
     On 2 ranks both bandwidths are the same.

@@ -7,18 +7,16 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import hvdtrain
 from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
-from hvdtrain.commands.install_horovod.plan import nccl_problems
+from hvdtrain.commands.install_horovod.plan import NAMES, nccl_problems
 from hvdtrain.commands.install_horovod.toolchain import Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import find_installed, read_json, wheel_hash
 from hvdtrain.config.strategies import HOROVOD
 
 REBUILD = "hvdtrain install-horovod --rebuild"
-PACKAGES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 def python_finding() -> Finding:
@@ -34,14 +32,14 @@ def python_finding() -> Finding:
 
 def framework_findings(toolchain: Toolchain) -> Iterator[Finding]:
     """Judge PyTorch and TensorFlow: at least one must be installed."""
-    installed = toolchain.torch or toolchain.tensorflow
+    installed = toolchain.frameworks
     remedy = "" if installed else "pip install 'hvdtrain[pytorch]' (or [tensorflow])"
-    for name, framework in (("PyTorch", toolchain.torch), ("TensorFlow", toolchain.tensorflow)):
-        if framework:
+    for name, title in NAMES.items():
+        if framework := installed.get(name):
             built = f"for CUDA {framework.cuda}" if framework.cuda else "for the CPU"
-            yield Finding(name, OK, f"{framework.version}, built {built}")
+            yield Finding(title, OK, f"{framework.version}, built {built}")
         else:
-            yield Finding(name, ABSENT if installed else ERROR, "not installed", remedy)
+            yield Finding(title, ABSENT if installed else ERROR, "not installed", remedy)
 
 
 def torchvision_finding(version: str, loaded: Loaded, *, mended: bool) -> Finding:
@@ -76,23 +74,23 @@ def find_horovod(toolchain: Toolchain, wheels: Path, loaded: Mapping[str, Loaded
         return HorovodFacts("", {}, {}, {})
     file = toolchain.site_packages / "horovod" / "metadata.json"
     built_for = {name: text for name, text in read_json(file).items() if name in HOROVOD.requires}
-    frameworks = {"pytorch": toolchain.torch, "tensorflow": toolchain.tensorflow}
     return HorovodFacts(
         version=installed.version,
         built_for={name: str(text) for name, text in built_for.items()},
-        installed={name: framework.version for name, framework in frameworks.items() if framework},
+        installed={name: library.version for name, library in toolchain.frameworks.items()},
         loaded=loaded,
         build=build_facts(wheels, wheel_hash(installed)),
         cpu_flags=toolchain.cpu_flags,
     )
 
 
-def build_facts(wheels: Path, sha256: str | None) -> Mapping[str, Any]:
+def build_facts(wheels: Path, sha256: str | None) -> Mapping[str, object]:
     """Return the build facts of the cached wheel with this hash; empty if there is none."""
     for file in sorted(wheels.glob("*/build.json")) if sha256 else ():
         record = read_json(file)
-        if record.get("sha256") == sha256 and isinstance(record.get("facts"), dict):
-            return dict(record["facts"])
+        facts = record.get("facts")
+        if record.get("sha256") == sha256 and isinstance(facts, dict):
+            return facts
     return {}
 
 
@@ -105,9 +103,9 @@ def horovod_findings(facts: HorovodFacts) -> Iterator[Finding]:
     for framework, loaded in facts.loaded.items():
         yield _library(framework, loaded, facts)
     for framework in facts.installed.keys() - facts.loaded.keys():
-        evidence = f"Horovod was not built for {PACKAGES[framework]}, which is installed"
+        evidence = f"Horovod was not built for {NAMES[framework]}, which is installed"
         remedy = f"hvdtrain install-horovod; needed for --framework {framework} on several ranks"
-        yield Finding(f"Horovod, {PACKAGES[framework]}", WARNING, evidence, remedy)
+        yield Finding(f"Horovod, {NAMES[framework]}", WARNING, evidence, remedy)
 
 
 def gpu_tensor_findings(
@@ -117,8 +115,8 @@ def gpu_tensor_findings(
 
     A login node often has no GPUs: then their reduction in host memory is no problem.
     """
-    frameworks = (toolchain.torch, toolchain.tensorflow)
-    if not facts.version or not any(library and library.cuda for library in frameworks):
+    libraries = toolchain.frameworks.values()
+    if not facts.version or not any(library.cuda for library in libraries):
         return
     check = "Horovod, GPU tensors"
     if has_nccl:
@@ -148,7 +146,7 @@ def _processor(facts: HorovodFacts) -> Finding:
 
 
 def _library(framework: str, loaded: Loaded, facts: HorovodFacts) -> Finding:
-    name, check = PACKAGES[framework], f"Horovod, {PACKAGES[framework]}"
+    name, check = NAMES[framework], f"Horovod, {NAMES[framework]}"
     built, installed = facts.built_for.get(framework), facts.installed.get(framework)
     if installed is None:
         evidence = f"built for {name} {built or '(version unknown)'}, which is not installed"

@@ -11,14 +11,14 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 
 from hvdtrain.commands.verify.check_ranks import judge_devices, judge_world, true_world
-from hvdtrain.commands.verify.rows import NOT_SEEN, OK, Row, by_rank, row
+from hvdtrain.commands.verify.rows import OK, StepRow, by_rank, not_seen, row
 from hvdtrain.commands.verify.script.judge_updates import (
     equal_start,
     is_unscaled,
     learning_rate,
     mean_gradient,
 )
-from hvdtrain.commands.verify.script.record import OURS, SAME, Record, Records, Reduction
+from hvdtrain.commands.verify.script.record import OURS, SAME, MetricReduction, Record, Records
 from hvdtrain.commands.verify.script.samples import first_epoch, on_several, repeated
 from hvdtrain.system.output.text import plural, rank_list
 
@@ -29,12 +29,12 @@ EXPECTED = 5.0  # samples expected on two ranks if they were drawn without shard
 COVERED = 0.9  # of the samples of a run on one rank: incomplete batches may be dropped
 
 
-def rows(records: Records, single_rank: Record | None = None) -> list[Row]:
+def rows(records: Records, single_rank: Record | None = None) -> list[StepRow]:
     """Return all eight rows; ``single_rank``: the record of a run on one rank, to compare with."""
     gradient = mean_gradient(records, single_rank, unscaled=is_unscaled(records, single_rank))
     rate = learning_rate(records, single_rank, summed=gradient.facts.get("summed", False))
     if any(call.adasum for record in records for call in record.calls):
-        rate, gradient = (Row(step, NOT_SEEN, ADASUM) for step in (rate.step, gradient.step))
+        rate, gradient = (not_seen(4, ADASUM), not_seen(5, ADASUM))
     return [
         world(records),
         devices(records),
@@ -47,7 +47,7 @@ def rows(records: Records, single_rank: Record | None = None) -> list[Row]:
     ]
 
 
-def world(records: Records) -> Row:
+def world(records: Records) -> StepRow:
     """Judge step 1: Horovod's world is the launcher's."""
     started = records[0].started
     launch = f"{records[0].launcher} started {started}" if started > 1 else "one process"
@@ -57,7 +57,7 @@ def world(records: Records) -> Row:
         return row(1, False, f"{launch}, and hvd.init() was not called before Horovod was used")
     if without:
         if started == 1 or not all(records[rank].updates for rank in without):
-            return Row(1, NOT_SEEN, f"hvd.init() was not reached on {rank_list(without)}")
+            return not_seen(1, f"hvd.init() was not reached on {rank_list(without)}")
         return row(1, False, f"hvd.init() was not called on {rank_list(without)}; {launch}")
     hosts = [f"{record.host} " for record in records]
     facts = []
@@ -69,12 +69,12 @@ def world(records: Records) -> Row:
     return replace(judge_world(facts), facts={"ranks": started})
 
 
-def devices(records: Records) -> Row:
+def devices(records: Records) -> StepRow:
     """Judge step 2, if the script has made an update."""
     used = []
     for record in records:
         if record.processor is None:
-            return Row(2, NOT_SEEN, "no update was made")
+            return not_seen(2, "no update was made")
         gpu, threads = record.processor
         facts = {"host": f"{record.host} ", "cores": record.cores, "gpu": gpu, "threads": threads}
         used.append(facts)
@@ -86,17 +86,17 @@ def devices(records: Records) -> Row:
     return replace(result, evidence=f"{result.evidence}; {cause}")
 
 
-def shards(records: Records, single_rank: Record | None) -> Row:
+def shards(records: Records, single_rank: Record | None) -> StepRow:
     """Judge step 3, from calls that shard, from loaders, and from the samples."""
     size = len(records)
     if size == 1:
-        return Row(3, NOT_SEEN, "one rank: nothing to shard")
+        return not_seen(3, "one rank: nothing to shard")
     requested = [shard for record in records if (shard := _shard_of(record))]
     seen = first_epoch([record.seen for record in records])
     whole = first_epoch([single_rank.seen])[0] if single_rank else []
     union = set[str]().union(*seen)
     if not union and len(requested) < size:
-        return Row(3, NOT_SEEN, "no training sample was seen")
+        return not_seen(3, "no training sample was seen")
     duplicates = on_several(seen) & repeated(whole)  # in the data
     if len(repeated(whole)) > (1 - COVERED) * len(set(whole)):  # not in the data: drawn repeatedly
         duplicates = set()
@@ -144,7 +144,7 @@ def _equal_order(records: Records) -> str:
     return ""
 
 
-def _covering(seen: Sequence[list[str]], whole: list[str], samples: str) -> Row | None:
+def _covering(seen: Sequence[list[str]], whole: list[str], samples: str) -> StepRow | None:
     """Return the row if the ranks together saw the samples of one rank; None if unknown."""
     if not whole:
         return None
@@ -159,7 +159,7 @@ def _covering(seen: Sequence[list[str]], whole: list[str], samples: str) -> Row 
     return row(3, True, f"{evidence} that a single rank sees; {samples}")
 
 
-def _unsharded(records: Records, seen: Sequence[list[str]], samples: str) -> Row:
+def _unsharded(records: Records, seen: Sequence[list[str]], samples: str) -> StepRow:
     """Judge step 3 without a call that shards: the ranks may still have different data."""
     loaders = [record.loader for record in records]
     known = [loader for loader in loaders if loader and loader.samples]
@@ -173,17 +173,17 @@ def _unsharded(records: Records, seen: Sequence[list[str]], samples: str) -> Row
         counts = [len(set(marks)) for marks in seen]
         if math.prod(counts[:2]) / samples_each >= EXPECTED:
             return row(3, True, f"different data on each rank; {samples}")
-    return Row(3, NOT_SEEN, f"no sampler and no shard call; {samples}")
+    return not_seen(3, f"no sampler and no shard call; {samples}")
 
 
-def writers(records: Records) -> Row:
+def writers(records: Records) -> StepRow:
     """Judge step 7: no file is written by two ranks."""
     by_path: dict[str, list[int]] = {}
     for rank, record in enumerate(records):
         for path in record.written:
             by_path.setdefault(path, []).append(rank)
     if not by_path:
-        return Row(7, NOT_SEEN, f"no file was written in {_updates(records)}")
+        return not_seen(7, f"no file was written in {_updates(records)}")
     shared = {path: ranks for path, ranks in by_path.items() if len(ranks) > 1}
     if shared:
         path, ranks = next(iter(shared.items()))
@@ -197,14 +197,14 @@ def writers(records: Records) -> Row:
     return row(7, True, f"{counts}, none in common: {next(iter(by_path))}", files=len(by_path))
 
 
-def metrics(records: Records) -> Row:
+def metrics(records: Records) -> StepRow:
     """Judge step 8: values were reduced over the ranks, and are equal on all."""
     reduced = [_metrics(record) for record in records]
     if not any(reduced):
-        return Row(8, NOT_SEEN, f"no metric was reduced in {_updates(records)}")
+        return not_seen(8, f"no metric was reduced in {_updates(records)}")
     missing = [rank for rank, values in enumerate(reduced) if not values]
     if missing and all(records[rank].ended is None for rank in missing):
-        return Row(8, NOT_SEEN, f"{rank_list(missing)} ended before reducing a metric")
+        return not_seen(8, f"{rank_list(missing)} ended before reducing a metric")
     if missing:
         return row(8, False, f"metrics are reduced, but not on {rank_list(missing)}")
     for metrics in zip(*reduced, strict=False):
@@ -219,7 +219,7 @@ def metrics(records: Records) -> Row:
     return row(8, True, evidence, reductions=min(map(len, reduced)))
 
 
-def _metrics(record: Record) -> list[Reduction]:
+def _metrics(record: Record) -> list[MetricReduction]:
     if record.hvdtrain:  # its adapters also reduce other values
         return [metric for metric in record.metrics if metric.name.startswith(OURS)]
     return record.metrics

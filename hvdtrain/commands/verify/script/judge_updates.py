@@ -7,13 +7,22 @@ compare with.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, Row, by_rank, number, row
-from hvdtrain.commands.verify.script.record import SAME, SCALED, Call, Record, Records
+from hvdtrain.commands.verify.rows import FAILED, StepRow, by_rank, not_seen, number, row
+from hvdtrain.commands.verify.script.record import (
+    SAME,
+    SCALED,
+    Call,
+    Record,
+    Records,
+    Update,
+    Values,
+)
 from hvdtrain.system.output.text import plural, rank_list
 
 Vector = NDArray[np.float64]
@@ -27,7 +36,7 @@ STATE = "broadcast_optimizer_state"
 WHOLE = {"broadcast_global_variables", "broadcast_state"}  # all parameters, whatever the arguments
 
 
-def learning_rate(records: Records, single_rank: Record | None, *, summed: bool) -> Row:
+def learning_rate(records: Records, single_rank: Record | None, *, summed: bool) -> StepRow:
     """Judge step 4: the rates are equal on all ranks, and follow a rule from those of one rank.
 
     ``summed``: the ranks' gradients are summed, not averaged.
@@ -35,12 +44,11 @@ def learning_rate(records: Records, single_rank: Record | None, *, summed: bool)
     size = len(records)
     count = min(len(record.rates) for record in records)
     if not count:
-        return Row(4, NOT_SEEN, "no update was made")
-    for update in range(count):
-        values = [record.rates[update] for record in records]
+        return not_seen(4, "no update was made")
+    for update, values in enumerate(zip(*(record.rates for record in records), strict=False), 1):
         if max(values) - min(values) > SAME * max(map(abs, values)):
             different = by_rank([f"{value:g}" for value in values], ", ")
-            return row(4, False, f"at update {update + 1}: {different} by rank")
+            return row(4, False, f"at update {update}: {different} by rank")
     rates = records[0].rates[:count]
     applied = f"{rates[0]:g}" if len(set(rates)) == 1 else f"{rates[0]:g} to {rates[-1]:g}"
     evidence = f"{applied} in {plural(count, 'update')} on {plural(size, 'rank')}"
@@ -49,10 +57,10 @@ def learning_rate(records: Records, single_rank: Record | None, *, summed: bool)
         within = max(rates) <= base * factor * (1 + SAME)
         return row(4, within, f"{evidence}; {SCALED} gives {base:g} x {factor:.3g}")
     if size == 1 or not single_rank:
-        return Row(4, NOT_SEEN, f"{evidence}; no run on one rank to compare with")
+        return not_seen(4, f"{evidence}; no run on one rank to compare with")
     if not single_rank.rates:
         cause = "did it resume from the ranks' checkpoint?"
-        return Row(4, NOT_SEEN, f"{evidence}; the run on one rank made no update: {cause}")
+        return not_seen(4, f"{evidence}; the run on one rank made no update: {cause}")
     evidence = f"{evidence}, {single_rank.rates[0]:g} on one rank"
     if _rises(records[0]) or _rises(single_rank):
         return _warm_up(rates, single_rank.rates, evidence)
@@ -63,7 +71,7 @@ def learning_rate(records: Records, single_rank: Record | None, *, summed: bool)
     if peak > size:
         return row(4, False, f"{evidence}: x {peak:.3g}, more than the linear rule's {size}")
     if not _close(peak, 1.0):
-        return Row(4, NOT_SEEN, f"{evidence}: x {peak:.3g}, no known rule")
+        return not_seen(4, f"{evidence}: x {peak:.3g}, no known rule")
     return _unscaled(records, single_rank, evidence, summed=summed)
 
 
@@ -78,12 +86,9 @@ def is_unscaled(records: Records, single_rank: Record | None) -> bool:
 
 def _rule(records: Records) -> tuple[float, float] | None:
     """Return base and factor of ``scale_learning_rate``; None unless called on all ranks."""
-    by_rank = [[call for call in record.calls if call.name == SCALED] for record in records]
-    rules = {(call.base, call.factor) for calls in by_rank for call in calls} - {(None, None)}
-    if not all(by_rank) or len(rules) != 1:
-        return None
-    base, factor = rules.pop()
-    return None if base is None or factor is None else (base, factor)
+    scaled = [{(c.base, c.factor) for c in record.calls if c.name == SCALED} for record in records]
+    rules = set.union(*scaled)
+    return rules.pop() if all(scaled) and len(rules) == 1 else None
 
 
 def _growth(records: Records, single_rank: Record) -> float | None:
@@ -121,19 +126,19 @@ def _rises(record: Record) -> bool:
     return len(rates) > 1 and rates[-1] > rates[-2] * (1 + SAME) and rates[-1] >= _top(record)
 
 
-def _warm_up(rates: list[float], base: list[float], evidence: str) -> Row:
+def _warm_up(rates: list[float], base: list[float], evidence: str) -> StepRow:
     """Return the row of rates that still rise, on the ranks or on one rank."""
     if max(base) > base[0] * (1 + RULE):  # one rank's peak is unknown, too
-        return Row(4, NOT_SEEN, f"{evidence}: still rising; use --updates all to see the peak")
+        return not_seen(4, f"{evidence}: still rising; use --updates all to see the peak")
     first, last = (rate / base[0] if base[0] else 0.0 for rate in (rates[0], rates[-1]))
     return row(4, True, f"{evidence}: a warm-up, from x {first:.3g} to x {last:.3g}", ratio=first)
 
 
-def _unscaled(records: Records, single_rank: Record, evidence: str, *, summed: bool) -> Row:
+def _unscaled(records: Records, single_rank: Record, evidence: str, *, summed: bool) -> StepRow:
     """Return the row if the rate is that of one rank."""
     growth = _growth(records, single_rank)
     if growth is None:
-        return Row(4, NOT_SEEN, f"{evidence}; the batch size was not seen")
+        return not_seen(4, f"{evidence}; the batch size was not seen")
     if not _grows(records, growth):
         return row(4, True, f"{evidence}: unchanged, like the global batch", ratio=1.0)
     if summed:
@@ -145,35 +150,40 @@ def _unscaled(records: Records, single_rank: Record, evidence: str, *, summed: b
     return row(4, False, evidence)
 
 
-def mean_gradient(records: Records, single_rank: Record | None, *, unscaled: bool) -> Row:
+def mean_gradient(records: Records, single_rank: Record | None, *, unscaled: bool) -> StepRow:
     """Judge step 5: the gradients applied are equal on all ranks, and combine all local gradients.
 
     ``unscaled``: the learning rate is that of one rank, although the global batch is larger; the
     sum of the gradients is then equivalent to their mean with the linear rule.
     """
-    count = min(len(record.updates) for record in records)
-    if not count:
-        return Row(5, NOT_SEEN, "no update was made")
+    steps = _by_rank(records)
+    if not steps:
+        return not_seen(5, "no update was made")
     if len(records) == 1:
-        return Row(5, NOT_SEEN, "one rank: nothing to reduce")
+        return not_seen(5, "one rank: nothing to reduce")
     tensors = plural(records[0].updates[0].tensors, "tensor")
     largest = 0.0
-    for step in range(count):
-        applied = np.array([record.updates[step].applied for record in records])
+    for step, updates in enumerate(steps, 1):
+        applied = np.array([update.applied for update in updates])
         scale = max(_norm(applied[0]), 1e-30)
         to_root = [_norm(values - applied[0]) / scale for values in applied]
         different = [rank for rank, value in enumerate(to_root) if not value <= BETWEEN]
         if different:
             evidence = f"{rank_list(different)} applied different gradients than rank 0 at update "
-            evidence += f"{step + 1}: relative difference {number(max(to_root))}, {tensors}"
+            evidence += f"{step}: relative difference {number(max(to_root))}, {tensors}"
             return row(5, False, f"{evidence}{_cause(records)}", between=max(to_root))
         largest = max(largest, *to_root)
-    evidence = f"max difference between ranks {number(largest)} over {plural(count, 'update')}"
-    result = _composition(records, single_rank, count, f"{evidence}, {tensors}")
+    evidence = f"max difference between ranks {number(largest)} over {plural(len(steps), 'update')}"
+    result = _composition(records, single_rank, f"{evidence}, {tensors}")
     if result.state == FAILED and result.facts.get("summed") and unscaled:
         evidence = f"{result.evidence}; at the rate of one rank, equivalent to the linear rule"
         return row(5, True, evidence, **result.facts)
     return result
+
+
+def _by_rank(records: Records) -> list[tuple[Update, ...]]:
+    """Return the updates that all ranks have made, each by rank."""
+    return list(zip(*(record.updates for record in records), strict=False))
 
 
 def _norm(values: Any) -> float:
@@ -193,11 +203,10 @@ def _cause(records: Records) -> str:
     return "; Horovod reduced nothing"
 
 
-def _composition(records: Records, single_rank: Record | None, count: int, evidence: str) -> Row:
+def _composition(records: Records, single_rank: Record | None, evidence: str) -> StepRow:
     """Judge how the gradients applied were combined, at the first update that shows it."""
     reduced = all(record.reduced for record in records)
-    for step in range(count):
-        updates = [record.updates[step] for record in records]
+    for updates in _by_rank(records):
         local = [update.local for update in updates if update.local is not None]
         if len(local) < len(records) or not any(updates[0].applied):
             continue
@@ -207,7 +216,7 @@ def _composition(records: Records, single_rank: Record | None, count: int, evide
         return _combination(np.array(updates[0].applied), np.array(local), evidence, part=part)
     if reduced:
         return row(5, True, f"{evidence}; the local gradients were not seen")
-    return Row(5, NOT_SEEN, evidence)
+    return not_seen(5, evidence)
 
 
 def _part(local: Vector, single_rank: Record | None) -> float | None:
@@ -223,7 +232,7 @@ def _part(local: Vector, single_rank: Record | None) -> float | None:
     return float(np.median(np.linalg.norm(local, axis=1))) / base if base else None
 
 
-def _combination(applied: Vector, local: Vector, evidence: str, *, part: float | None) -> Row:
+def _combination(applied: Vector, local: Vector, evidence: str, *, part: float | None) -> StepRow:
     """Judge whether ``applied`` is the mean of the gradients ``local``, or uses all of them.
 
     ``evidence`` so far; ``part``: see ``_part``, 0 if hvdtrain weights the gradients.
@@ -236,7 +245,7 @@ def _combination(applied: Vector, local: Vector, evidence: str, *, part: float |
     if _norm(applied - local.sum(0)) / scale <= REDUCED:
         evidence += "; the sum, not the mean, of the local gradients"
         if part is None:
-            return Row(5, NOT_SEEN, f"{evidence}; correct only if divided by the global batch size")
+            return not_seen(5, f"{evidence}; correct only if divided by the global batch size")
         if not part:
             return row(5, True, f"{evidence}, which are weighted before")
         evidence += f", each {part:.2g} times the gradient of one rank"
@@ -247,7 +256,7 @@ def _combination(applied: Vector, local: Vector, evidence: str, *, part: float |
         return row(5, False, evidence, summed=True)
     weights, _, rank, _ = np.linalg.lstsq(local.T, applied, rcond=1e-6)
     if rank < size or _norm(applied - weights @ local) / scale > REDUCED:
-        return Row(5, NOT_SEEN, f"{evidence}; no weighted sum of the local gradients")
+        return not_seen(5, f"{evidence}; no weighted sum of the local gradients")
     unused = [r for r in range(size) if abs(weights[r]) < IDLE * np.max(np.abs(weights))]
     factors = ", ".join(f"{weight:.3g}" for weight in weights[:8])
     if unused:
@@ -256,11 +265,11 @@ def _combination(applied: Vector, local: Vector, evidence: str, *, part: float |
     return row(5, True, evidence, weights=weights.tolist())
 
 
-def equal_start(records: Records) -> Row:
+def equal_start(records: Records) -> StepRow:
     """Judge step 6: parameters were broadcast, and are equal by the second update."""
     size = len(records)
     if size == 1:
-        return Row(6, NOT_SEEN, "one rank: nothing to broadcast")
+        return not_seen(6, "one rank: nothing to broadcast")
     waiting = [rank for rank, record in enumerate(records) if record.waiting]
     if waiting and len(waiting) < size:
         name = records[waiting[0]].waiting
@@ -268,10 +277,9 @@ def equal_start(records: Records) -> Row:
         verb = "waits" if len(waiting) == 1 else "wait"
         evidence = f"{rank_list(waiting)} {verb} in {name}, {rank_list(absent)} did not call it"
         return row(6, False, evidence)
-    count = min(len(record.updates) for record in records)
-    if not count:
-        return Row(6, NOT_SEEN, "no update was made")
-    starts = [_difference(records, step) for step in range(min(count, 2))]
+    starts = [_difference([update.before for update in step]) for step in _by_rank(records)[:2]]
+    if not starts:
+        return not_seen(6, "no update was made")
     equal = next((step for step, difference in enumerate(starts) if difference == 0), None)
     start = equal or 0
     evidence = f"max difference to rank 0 before update {start + 1}: {number(starts[start])}, "
@@ -288,8 +296,8 @@ def equal_start(records: Records) -> Row:
             evidence += ", equal only because all ranks drew the same initial weights"
         return row(6, False, evidence)
     evidence = f"{', '.join(sorted({call.name for names in calls for call in names}))}; {evidence}"
-    if equal is None and count < 2:
-        return Row(6, NOT_SEEN, f"{evidence}; only one update was made")
+    if equal is None and len(starts) < 2:
+        return not_seen(6, f"{evidence}; only one update was made")
     states = {record.updates[0].state for record in records}
     if equal == 0 and len(states) > 1 and None not in states:
         return row(6, False, f"the optimizer's state differs by rank; {evidence}")
@@ -312,11 +320,10 @@ def _is_complete(calls: list[Call], record: Record) -> bool:
     return any(call.name in WHOLE for call in calls) or values >= record.updates[0].values
 
 
-def _difference(records: Records, step: int) -> float:
-    """Return the largest difference of parameters before an update; inf if only digests differ."""
-    start = [record.updates[step].before for record in records]
-    if all(rank.digest == start[0].digest for rank in start):
+def _difference(ranks: Sequence[Values]) -> float:
+    """Return the largest difference of the parameters to rank 0; inf if only digests differ."""
+    if all(rank.digest == ranks[0].digest for rank in ranks):
         return 0.0
-    samples = [np.array(rank.sample) for rank in start]
+    samples = [np.array(rank.sample) for rank in ranks]
     difference = max(float(np.max(np.abs(s - samples[0]), initial=0)) for s in samples)
-    return difference or float("inf")
+    return difference or math.inf

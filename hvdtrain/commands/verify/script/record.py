@@ -57,8 +57,8 @@ class Call:
     values: int = 0  # that were broadcast
     shards: int | None = None  # number of shards, and the index of the rank's
     shard: int | None = None
-    base: float | None = None  # learning rate, and its scaling with the ranks
-    factor: float | None = None
+    base: float = 0.0  # learning rate, and its scaling with the ranks
+    factor: float = 0.0
     threads: int | None = None
     adasum: bool = False
 
@@ -85,7 +85,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class MetricReduction:
     """Values that may be a metric, before and after their reduction."""
 
     name: str
@@ -124,7 +124,7 @@ class Record:
     seen: SeenSamples = field(default_factory=SeenSamples)
     loader: Loader | None = None
     reduced: int = 0  # number of reductions over the ranks
-    metrics: list[Reduction] = field(default_factory=list)
+    metrics: list[MetricReduction] = field(default_factory=list)
     written: list[str] = field(default_factory=list)  # paths
     waiting: str | None = None  # name of a call that has not returned
     done: int = 0  # number of updates
@@ -218,7 +218,7 @@ class ScriptRecorder:
                 [float(value) for part in parts for value in np.ravel(part)]
                 for parts in (before, after)
             ]
-            metrics.append(Reduction(name, *flat))
+            metrics.append(MetricReduction(name, *flat))
             if len(metrics) <= DETAILED:
                 self.write()
 

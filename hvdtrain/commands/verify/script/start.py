@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hvdtrain.commands.launch.hosts import find_allocation
 from hvdtrain.commands.launch.prepare import Request, prepare
-from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, Row, show
+from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, StepRow, show
 from hvdtrain.commands.verify.script import judge
 from hvdtrain.commands.verify.script.record import DETAILED, Record, Records, read_record
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
@@ -37,14 +37,12 @@ CAUSES = {  # known causes and remedies, by a part of the error
     "root_rank=0), likewise to the gradient method of hvd.DistributedGradientTape"
 }
 
-Run = tuple[list[Record], CommandResult]  # the records by rank, and the result of the command
-
 
 @dataclass(frozen=True)
 class ScriptResult:
     """The result of watching a script."""
 
-    rows: list[Row]  # all eight
+    rows: list[StepRow]  # all eight
     ended: list[str | None]  # how, by rank, if known; ``updates`` if by --updates
     updates: int  # number of updates made
 
@@ -100,12 +98,18 @@ def watch(
     shared = Path.cwd() if len(find_allocation(os.environ).hosts) > 1 else None
     with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-", dir=shared) as folder:
 
-        def run_on(size: int, limit: int | None, path: Path, *, fresh: bool = False) -> Run:
+        def run_on(
+            size: int, limit: int | None, path: Path, *, fresh: bool = False
+        ) -> tuple[list[Record], Result]:
+            """Run the script; return the records, by rank, and the result of the command."""
             path.mkdir(exist_ok=True)
             start = build(size, script, arguments, limit, path, bind=bind, fresh=fresh)
+            log.info("%s", start.show())
             then = ", then on 1" if size > 1 else f", to compare with {ranks}" if ranks > 1 else ""
             with terminal.working(f"{script.name} runs on {plural(size, 'rank')}{then}"):
-                return _run(start, path, timeout)
+                result = run(start, on_line=lambda line: log.info("%s", line), timeout=timeout)
+            files = sorted(path.glob("*.json"), key=lambda file: int(file.stem))
+            return [read_record(file) for file in files], result
 
         records, result = run_on(ranks, updates, Path(folder))
         if not records:
@@ -121,15 +125,7 @@ def watch(
     return ScriptResult(rows, ended, min(record.done for record in records))
 
 
-def _run(start: Command, folder: Path, timeout: float) -> Run:
-    """Run the script; return the records, by rank, and the result of the command."""
-    log.info("%s", start.show())
-    result = run(start, on_line=lambda line: log.info("%s", line), timeout=timeout)
-    files = sorted(folder.glob("*.json"), key=lambda file: int(file.stem))
-    return [read_record(file) for file in files], result
-
-
-def _ends(records: Records, ranks: int, result: CommandResult, timeout: float) -> list[str | None]:
+def _ends(records: Records, ranks: int, result: Result, timeout: float) -> list[str | None]:
     """Return how the script ended on each rank."""
     missing = ranks - len(records)
     ended = [record.ended for record in records]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,14 +56,14 @@ class HorovodWatch:
     def operations(self, module: Any) -> None:
         """Count all reductions, whatever calls them: ``mpi_ops`` of either framework."""
         for name in OPERATIONS:
-            after(module, name, lambda a, k, r: self._reduced())
+            after(module, name, self._reduced)
 
-    def _reduced(self) -> None:
+    def _reduced(self, *_: Any, **__: Any) -> None:
         self.recorder.record.reduced += 1
 
     def calls(self, module: Any) -> None:
         """Watch the script's calls: ``horovod.torch``, ``horovod.tensorflow`` and Keras'."""
-        after(module, "init", lambda a, k, r: self.recorder.joined(_world(module)))
+        after(module, "init", lambda *a, **k: self.recorder.joined(_world(module)))
         for names, watched in (
             (BROADCASTS, self._broadcast),
             (REDUCTIONS, self._reduction),
@@ -78,7 +78,7 @@ class HorovodWatch:
         after(
             module,
             "DistributedOptimizer",
-            lambda a, k, r: self.recorder.call(optimizer, adasum=k.get("op") == adasum),
+            lambda *a, **k: self.recorder.call(optimizer, adasum=k.get("op") == adasum),
         )
         replace(module, "_make_allreduce_grads_fn", self._reducer)
 
@@ -86,16 +86,19 @@ class HorovodWatch:
         """Watch ``hvdtrain.adapters.common_adapter``."""
         owner = module.CommonAdapter
         call = self.recorder.call
-        after(owner, "initialize", lambda a, k, world: self._initialized(world))
-        after(owner, "shard_data", lambda a, k, r: call("shard_data", shards=r.size, shard=r.rank))
-        after(owner, SCALED, lambda a, k, r: call(SCALED, base=r.base, factor=r.factor))
+        after(owner, "initialize", self._initialized)
+        after(owner, "shard_data", lambda r, *a, **k: self._sharded("shard_data", r))
+        after(owner, SCALED, lambda r, *a, **k: call(SCALED, base=r.base, factor=r.factor))
         after(owner, AVERAGED, self._averaged)
         replace(owner, "broadcast_state", self._broadcast)
 
     def keras_data(self, module: Any) -> None:
         """Watch ``hvdtrain.keras.data``."""
-        chosen = module.session.chosen
-        after(module, "shard", lambda a, k, r: self._sharded(chosen(k.get("process_set")).world))
+
+        def sharded(*_: Any, process_set: Any = None, **__: Any) -> None:
+            self._sharded("hvd.shard", module.session.chosen(process_set).world)
+
+        after(module, "shard", sharded)
 
     def keras_callbacks(self, module: Any) -> None:
         """Watch ``hvdtrain.keras.callbacks``."""
@@ -149,8 +152,8 @@ class HorovodWatch:
             self.pending[handle] = kwargs.get("name") or original.__name__, before
         return handle
 
-    def _synchronized(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if pending := self.pending.pop(args[0] if args else kwargs["handle"], None):
+    def _synchronized(self, result: Any, handle: Any) -> None:
+        if pending := self.pending.pop(handle, None):
             self._metric(*pending, result)
 
     def _keras_metrics(self, original: Any, callback: Any) -> Any:
@@ -179,20 +182,19 @@ class HorovodWatch:
             return None
         return [_copy(leaf) for leaf in leaves]
 
-    def _initialized(self, world: Any) -> None:
+    def _initialized(self, world: Any, *_: Any, **__: Any) -> None:
         self.recorder.record.hvdtrain = True
         self.recorder.joined(
             HorovodWorld(world.rank, world.size, world.local_rank, world.local_size)
         )
 
-    def _sharded(self, world: Any) -> None:
-        self.recorder.call("hvd.shard", shards=world.size, shard=world.rank)
+    def _sharded(self, name: str, part: Any) -> None:
+        self.recorder.call(name, shards=part.size, shard=part.rank)
 
-    def _averaged(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        count = args[1] if len(args) > 1 else kwargs["count"]
-        names = sorted(name for name in kwargs if name != "count")
-        before = [float(kwargs[name]) / count if count else 0.0 for name in names]
+    def _averaged(self, result: Any, adapter: Any, /, count: float, **sums: Any) -> None:
         means, total = result
+        names = sorted(sums)
+        before = [float(sums[name]) / count if count else 0.0 for name in names]
         after = [means[name] for name in names]
         self.recorder.metric(f"{AVERAGED} over {total} samples", before, after)
 
@@ -212,7 +214,7 @@ def _world(module: Any) -> HorovodWorld:
     return HorovodWorld(module.rank(), module.size(), module.local_rank(), module.local_size())
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the first argument of a function of Horovod."""
     return args[0] if args else next((kwargs[name] for name in FIRST if name in kwargs), None)
 

@@ -49,8 +49,8 @@ class TensorFlowWatch:
     def tensorflow(self, tf: Any) -> None:
         """Watch TensorFlow from now on."""
         self.tf = tf
-        after(tf.GradientTape, "__enter__", lambda a, k, r: self.tape.__enter__())
-        after(tf.GradientTape, "__exit__", lambda a, k, r: self.tape.__exit__())
+        after(tf.GradientTape, "__enter__", lambda *a: self.tape.__enter__())
+        after(tf.GradientTape, "__exit__", lambda *a: self.tape.__exit__())
         replace(tf.GradientTape, "gradient", self._gradient)
         replace(tf, "function", _without_xla)
         after(tf.data.Dataset, "shard", self._shard)
@@ -62,7 +62,7 @@ class TensorFlowWatch:
             after(owner, name, self._saved)
         from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
-        after(polymorphic_function.Function, "__call__", lambda a, k, r: self._end())
+        after(polymorphic_function.Function, "__call__", lambda *a, **k: self._end())
 
     def keras(self, keras: Any) -> None:
         """Watch Keras from now on."""
@@ -158,12 +158,10 @@ class TensorFlowWatch:
             run(self.recorder.samples, inputs)
         return result
 
-    def _shard(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        arguments = dict(zip(("num_shards", "index"), args[1:3], strict=False)) | kwargs
-        shards, shard = int(arguments["num_shards"]), int(arguments["index"])
-        self.recorder.call("Dataset.shard", shards=shards, shard=shard)
+    def _shard(self, r: Any, data: Any, num_shards: Any, index: Any, name: Any = None) -> None:
+        self.recorder.call("Dataset.shard", shards=int(num_shards), shard=int(index))
 
-    def _saved(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _saved(self, result: Any, *args: Any, **kwargs: Any) -> None:
         self.recorder.wrote(next(iter([*args[1:2], *kwargs.values()]), None))
 
 

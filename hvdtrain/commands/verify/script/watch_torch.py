@@ -28,17 +28,17 @@ def watch(torch: Any, recorder: ScriptRecorder) -> None:
     steps = importlib.import_module("torch.optim.optimizer")
     steps.register_optimizer_step_pre_hook(updates.before)
     steps.register_optimizer_step_post_hook(updates.after)
-    after(torch.optim.Optimizer, "add_param_group", lambda a, k, r: updates.listen(a[0]))
+    after(torch.optim.Optimizer, "add_param_group", lambda r, owner, *a, **k: updates.listen(owner))
     forward = InputWatch(recorder, updates)
     modules = torch.nn.modules.module
     modules.register_module_forward_pre_hook(forward.before)
     modules.register_module_forward_hook(forward.after, always_call=True)
     loaders = LoaderWatch(torch, recorder)
     recorder.inspect = loaders.inspect
-    after(torch.utils.data.DataLoader, "__iter__", lambda a, k, r: loaders.begun(a[0]))
-    after(torch, "save", lambda a, k, r: recorder.wrote(a[1] if len(a) > 1 else k.get("f")))
-    threads = "set_num_threads"
-    after(torch, threads, lambda a, k, r: recorder.call(f"torch.{threads}", threads=int(a[0])))
+    after(torch.utils.data.DataLoader, "__iter__", lambda r, loader: loaders.begun(loader))
+    after(torch, "save", lambda r, obj, f, *a, **k: recorder.wrote(f))
+    name = "set_num_threads"
+    after(torch, name, lambda r, number: recorder.call(f"torch.{name}", threads=int(number)))
 
 
 class OptimizerWatch:

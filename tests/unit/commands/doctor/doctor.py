@@ -26,3 +26,8 @@ def by_check(findings: Iterator[Finding]) -> dict[str, Finding]:
         bad = finding.state in (WARNING, ERROR)
         assert bool(finding.remedy) == bad or finding.state == ABSENT
     return table
+
+
+def assert_finding(finding: Finding, state: str, words: str) -> None:
+    """Check state and evidence of a finding."""
+    assert (finding.state, words in finding.evidence) == (state, True), finding

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hvdtrain.collectives.cost import bandwidths
 from hvdtrain.commands.doctor.checks.ranks import (
-    Times,
+    AllreduceTimes,
     allreduce_findings,
     allreduce_text,
     show_rate,
@@ -80,7 +80,7 @@ def measured(seconds: float, size: int) -> dict[str, float]:
     }
 
 
-REPORT = Times(
+REPORT = AllreduceTimes(
     ranks=4,
     hosts=2,
     backends={

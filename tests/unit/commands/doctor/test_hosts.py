@@ -14,8 +14,8 @@ from hvdtrain.commands.doctor.checks import hosts, ranks
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.doctor.rank_report import RankReport, WorldReport
 from hvdtrain.commands.launch.hosts import Allocation, Host
-from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult
-from tests.unit.commands.doctor.doctor import PLENTY, by_check
+from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result
+from tests.unit.commands.doctor.doctor import PLENTY, assert_finding, by_check
 
 
 def test_no_batch_system() -> None:
@@ -50,9 +50,8 @@ def test_this_host_by_name_and_by_address() -> None:
 
 def test_a_missing_nodefile_is_an_error(tmp_path: Path) -> None:
     batch = hosts.find_batch({"PBS_NODEFILE": str(tmp_path / "gone"), "PBS_JOBID": "12.server"})
-    finding = by_check(hosts.batch_findings(batch, {"node1"}))["hosts of the job"]
-    assert finding.state == ERROR
-    assert str(tmp_path / "gone") in finding.evidence
+    findings = by_check(hosts.batch_findings(batch, {"node1"}))
+    assert_finding(findings["hosts of the job"], ERROR, str(tmp_path / "gone"))
 
 
 def test_hosts_are_probed() -> None:
@@ -74,9 +73,7 @@ def test_hosts_are_probed() -> None:
     ],
 )
 def test_answers(answers: dict[str, str], state: str, words: str) -> None:
-    finding = hosts.answer_finding(answers, "PBS")
-    assert finding.state == state
-    assert words in finding.evidence
+    assert_finding(hosts.answer_finding(answers, "PBS"), state, words)
 
 
 def rank(number: int, host: str, **changes: Any) -> RankReport:
@@ -123,9 +120,7 @@ def test_ranks_without_problems() -> None:
 def test_a_differing_rank_is_reported(
     changes: dict[str, Any], check: str, state: str, words: str
 ) -> None:
-    finding = judge(rank(0, "a"), rank(1, "b", **changes))[check]
-    assert finding.state == state
-    assert words in finding.evidence
+    assert_finding(judge(rank(0, "a"), rank(1, "b", **changes))[check], state, words)
 
 
 def test_ranks_that_share_a_gpu_are_an_error() -> None:

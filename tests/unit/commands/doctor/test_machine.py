@@ -12,7 +12,7 @@ import pytest
 from hvdtrain.commands.doctor.checks import files, machine
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING
 from hvdtrain.system.machine.limits import GIB, cpu_quota, find_resources, memory_limit
-from tests.unit.commands.doctor.doctor import PLENTY, by_check
+from tests.unit.commands.doctor.doctor import PLENTY, assert_finding, by_check
 
 
 def judged(count: int = 4, fabric: bool = False, threads: str = "", **changes: Any) -> Any:
@@ -138,9 +138,7 @@ KNOWN = ["HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CPU_OPERATIO
     ],
 )
 def test_variables_of_horovod(environ: dict[str, str], state: str, words: str) -> None:
-    finding = machine.horovod_variables(environ, KNOWN)
-    assert finding.state == state
-    assert words in finding.evidence
+    assert_finding(machine.horovod_variables(environ, KNOWN), state, words)
 
 
 def test_without_horovod_no_name_is_unknown(tmp_path: Path) -> None:
@@ -172,9 +170,7 @@ def directory(**changes: Any) -> files.Directory:
 def test_the_space_of_a_directory(
     changes: dict[str, Any], count: int, state: str, words: str
 ) -> None:
-    finding = next(files.directory_findings([directory(**changes)], count))
-    assert finding.state == state
-    assert words in finding.evidence
+    assert_finding(next(files.directory_findings([directory(**changes)], count)), state, words)
 
 
 @pytest.mark.parametrize(
@@ -201,9 +197,7 @@ def test_free_space_is_advised_only_if_it_helps(message: str, helps: bool) -> No
     ],
 )
 def test_clock(ahead: dict[str, float], state: str, words: str) -> None:
-    finding = files.clock_finding(ahead)
-    assert finding.state == state
-    assert words in finding.evidence
+    assert_finding(files.clock_finding(ahead), state, words)
 
 
 MOUNTS = """\

@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.commands.install_horovod.build import Build
 from hvdtrain.commands.install_horovod.recipe import BuildTarget, Workshop
-from hvdtrain.commands.install_horovod.toolchain import Compiler, Cuda, Mpi, Nccl, Toolchain
+from hvdtrain.commands.install_horovod.toolchain import BuildMpi, Compiler, Cuda, Nccl, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import WheelCache
 from hvdtrain.system.machine import frameworks
 
@@ -35,7 +35,9 @@ def toolchain(tmp_path: Path) -> Toolchain:
         has_pip=True,
         make=Path("/usr/bin/make"),
         compiler=Compiler(("/usr/bin/g++",), "g++ (Debian 12.2.0-14) 12.2.0", 12),
-        mpi=Mpi(env / "bin" / "mpicxx", "Open MPI 5.0.11", (env / "lib",), env / "bin" / "mpirun"),
+        mpi=BuildMpi(
+            env / "bin" / "mpicxx", "Open MPI 5.0.11", (env / "lib",), env / "bin" / "mpirun"
+        ),
         torch=frameworks.Torch("2.13.0+cpu", None, "cuda=None commit=abc", site / "torch"),
         tensorflow=frameworks.TensorFlow("2.21.0", None, site / "tensorflow"),
         cuda=None,

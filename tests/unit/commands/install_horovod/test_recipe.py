@@ -12,7 +12,7 @@ import pytest
 from hvdtrain.commands.install_horovod import recipe
 from hvdtrain.commands.install_horovod.build import complete_toolkit
 from hvdtrain.commands.install_horovod.recipe import BuildTarget, compiler_wrapper, relative_rpaths
-from hvdtrain.commands.install_horovod.toolchain import Cuda, Mpi, Nccl, Toolchain
+from hvdtrain.commands.install_horovod.toolchain import BuildMpi, Cuda, Nccl, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import identity
 from hvdtrain.system.runtime.command import Command
 from tests.unit.commands.install_horovod.conftest import BOTH, NCCL, SHOP, on_gpu
@@ -44,7 +44,7 @@ def test_build_environment_on_cpu(toolchain: Toolchain) -> None:
 
 
 def test_the_systems_mpi_is_first_on_the_path(toolchain: Toolchain) -> None:
-    mpi = Mpi(Path("/opt/mpi/bin/mpicxx"), "Open MPI 4.1.6", (Path("/opt/mpi/lib"),), None)
+    mpi = BuildMpi(Path("/opt/mpi/bin/mpicxx"), "Open MPI 4.1.6", (Path("/opt/mpi/lib"),), None)
     changed = dataclasses.replace(toolchain, mpi=mpi)
     changes = recipe.build_environment(BOTH, changed, SHOP, {"PATH": "/usr/bin"})
     assert changes["PATH"] == f"/opt/mpi/bin:{toolchain.prefix}/bin:/usr/bin"
@@ -147,7 +147,7 @@ def test_without_gpu_operations_pytorch_reports_no_cuda(
 
 
 def test_the_archive_is_pinned_by_version_and_hash() -> None:
-    assert recipe.requirement_text() == (
+    assert recipe.REQUIREMENT == (
         "horovod==0.28.1 --hash=sha256:"
         "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0\n"
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -91,13 +93,13 @@ def test_a_stored_wheel_is_found_unless_it_was_changed(tmp_path: Path) -> None:
     assert stored.proof_file(Path("/a")) != stored.proof_file(Path("/b"))
 
 
-def test_free_space_is_advised_only_if_it_helps(tmp_path: Path) -> None:
-    (tmp_path / "wheels").write_text("in the way")
-    built = tmp_path / "horovod-0.28.1-cp311.whl"
-    built.write_bytes(b"wheel")
-    with pytest.raises(HvdtrainError, match="set HVDTRAIN_CACHE") as failed:
-        WheelCache(tmp_path).store("k", built, {})
-    assert "free space" not in str(failed.value)
+@pytest.mark.parametrize(
+    ("code", "need"), [(errno.ENOSPC, "with 2 GB free"), (errno.EACCES, "that is writable")]
+)
+def test_free_space_is_advised_only_if_it_helps(code: int, need: str, tmp_path: Path) -> None:
+    message = rf"^{tmp_path}: .*; set HVDTRAIN_CACHE to a directory {need}$"
+    with pytest.raises(HvdtrainError, match=message), WheelCache(tmp_path).errors():
+        raise OSError(code, os.strerror(code))
 
 
 def test_an_archive_with_another_hash_is_ignored(tmp_path: Path) -> None:
@@ -139,6 +141,8 @@ def test_an_unwritable_cache_is_reported(tmp_path: Path) -> None:
     cache = WheelCache(tmp_path / "file")
     with pytest.raises(HvdtrainError, match="HVDTRAIN_CACHE"), cache.lock("k", "waits"):
         pass
+    with pytest.raises(HvdtrainError, match="HVDTRAIN_CACHE"):  # before a build begins
+        cache.log_file("k")
 
 
 def fake_horovod(site: Path, text: str, wheel_sha: str = "abc") -> None:

@@ -48,19 +48,13 @@ def worlds(*hosts: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_worlds_over_two_hosts() -> None:
+def test_true_worlds() -> None:
     row = judge_world(worlds("a x", "a x", "b y"))
     assert row.state == OK
     assert row.evidence == "ranks 0, 1, 2 once each, 2 on a, 1 on b; mpirun started 3"
     assert (row.facts["hosts"], row.facts["ranks"]) == (2, 3)
-
-
-def test_one_process() -> None:
     assert judge_world(worlds("a x")).evidence == "one process on a; mpirun started 1"
-
-
-def test_two_hosts_of_one_name_are_two() -> None:
-    assert judge_world(worlds("a x", "a y")).facts["hosts"] == 2
+    assert judge_world(worlds("a x", "a y")).facts["hosts"] == 2  # two hosts of one name
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,7 @@ ALL = "1,2,3,4,5,6,7,8"
 
 # Ranks: their program, the steps of each of their starts, and the failed rows with their evidence.
 RANKS: dict[str, tuple[str, list[str], dict[int, str]]] = {
-    "no step fails": (
-        "print('another line')\nfor step in steps: print_row(step)",
-        [ALL],
-        {},
-    ),
+    "no step fails": ("print('another line')\nfor step in steps: print_row(step)", [ALL], {}),
     "steps 3 and 7 kill the ranks": (
         """for step in steps:
     if step in (3, 7): print('out of memory', flush=True); os._exit(137)

@@ -16,7 +16,7 @@ from hvdtrain.commands.verify.rows import (
     NOT_SEEN,
     OK,
     STEPS,
-    Row,
+    StepRow,
     by_rank,
     number,
     read_row,
@@ -42,23 +42,6 @@ def test_number_of_ranks(tmp_path: Path) -> None:
         verify.rank_count(2, MPIRUN)
 
 
-@pytest.mark.parametrize(
-    ("words", "start"),
-    [
-        (["--", "--epochs", "1"], "--epochs: "),
-        (["--updates", "3"], "--updates: requires --script"),
-        (["-n", "2", "--strategy", "pipeline"], "--strategy pipeline: "),
-        (["-n", "0"], "-n: 0 is not a whole number of 1 or more"),
-        (["--timeout", "0"], "--timeout: 0 is not a number above 0"),
-        (["--script", "absent.py"], "--script absent.py: no such file"),
-        (["--script", __file__, "--updates", "0"], "--updates: 0 is not a whole number"),
-        (["--script", __file__, "--updates", "some"], "--updates: 'some' is not a number"),
-    ],
-)
-def test_wrong_use(words: list[str], start: str, refused: Callable[..., str]) -> None:
-    assert start in refused("verify", *words)
-
-
 def test_script_is_refused_on_ranks_of_a_launcher(
     monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
@@ -76,7 +59,7 @@ def test_dry_run_of_a_single_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_report() -> None:
-    rows = [Row(1, OK, "here", {"hosts": 2, "strategy": "ddp"}), Row(2, FAILED, "shared")]
+    rows = [StepRow(1, OK, "here", {"hosts": 2, "strategy": "ddp"}), StepRow(2, FAILED, "shared")]
     report = verify.report(rows, "pytorch", None, 4)
     lines = report.text.splitlines()
     assert lines[0] == "hvdtrain verify: pytorch over ddp, 4 ranks on 2 hosts"
@@ -89,16 +72,16 @@ def test_the_report() -> None:
 
 
 def test_a_single_rank_suggests_more_ranks() -> None:
-    report = verify.report([Row(step, OK, "") for step in range(1, 9)], "pytorch", None, 1)
+    report = verify.report([StepRow(step, OK, "") for step in range(1, 9)], "pytorch", None, 1)
     assert report.exit_code == 0
     assert report.text.splitlines()[-1].endswith("hvdtrain verify -n 2")
 
 
 def test_the_table_keeps_its_columns_in_a_file() -> None:
     rows = [
-        Row(1, OK, "ranks 0, 1 once each [2 on node]"),
-        Row(5, FAILED, "x" * 200),
-        Row(8, NOT_SEEN, "no metric"),
+        StepRow(1, OK, "ranks 0, 1 once each [2 on node]"),
+        StepRow(5, FAILED, "x" * 200),
+        StepRow(8, NOT_SEEN, "no metric"),
     ]
     margin = " " * 38
     assert show("headline", rows).splitlines() == [

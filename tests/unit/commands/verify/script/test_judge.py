@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, Row
+from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, StepRow
 from hvdtrain.commands.verify.script.judge import rows
 from hvdtrain.commands.verify.script.record import (
     Call,
     HorovodWorld,
     Loader,
+    MetricReduction,
     Record,
-    Reduction,
     Update,
     Values,
 )
@@ -54,7 +54,7 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
             rates=[rate] * 5,
             seen=SeenSamples([f"{rank}-{row}" for row in range(80)], list(ENDS), 5),
             reduced=20,
-            metrics=[Reduction("loss", [1.0 + rank], [1.5])],
+            metrics=[MetricReduction("loss", [1.0 + rank], [1.5])],
             written=["/work/model.pt"] if rank == 0 else [],
             done=5,
             ended="updates",
@@ -66,7 +66,7 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
 SINGLE_RANK = script(1, 0.1)[0]
 
 
-def judged(*changes: Change, single_rank: Record | None = SINGLE_RANK) -> list[Row]:
+def judged(*changes: Change, single_rank: Record | None = SINGLE_RANK) -> list[StepRow]:
     """Return the rows of a correct script after some changes of its records."""
     records = script()
     for change in changes:
@@ -196,22 +196,10 @@ def test_a_single_rank_shows_few_steps() -> None:
 
 FAULTS: dict[str, tuple[int, list[Change], str]] = {
     "init is not called": (1, [each(world=None)], "hvd.init() was not called"),
-    "worlds of one": (
-        1,
-        [world(rank=0, size=1)],
-        "rank 0 was initialized as rank 0 of 1 (",
-    ),
-    "local ranks": (
-        1,
-        [world(local_rank=0)],
-        "rank 1 was initialized as rank 1 of 2 (",
-    ),
+    "worlds of one": (1, [world(rank=0, size=1)], "rank 0 was initialized as rank 0 of 1 ("),
+    "local ranks": (1, [world(local_rank=0)], "rank 1 was initialized as rank 1 of 2 ("),
     "all cores each": (2, [each(processor=(None, 2))], "4 threads on 2 cores"),
-    "the same samples": (
-        3,
-        [same_samples],
-        "80 of 80 samples seen were on more than one rank",
-    ),
+    "the same samples": (3, [same_samples], "80 of 80 samples seen were on more than one rank"),
     "the same shard": (3, [call(1, shard=0)], "shards 0 of 2, 0 of 2"),
     "too many shards": (3, [call(1, shards=4)], "0 of 4, 1 of 4"),
     "a sampler of all": (
@@ -237,11 +225,7 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
         "x 4, more than the linear rule's 2",
     ),
     "scaled on one": (4, [on(1, **rates(0.1))], "at update 1: 0.2, 0.1 by rank"),
-    "own gradients": (
-        5,
-        [applied(lambda rank: LOCAL[rank])],
-        "rank 1 applied different gradients",
-    ),
+    "own gradients": (5, [applied(lambda rank: LOCAL[rank])], "rank 1 applied different gradients"),
     "rank 0's gradients": (5, [updates(applied=LOCAL[0])], "rank 1 not used (1, "),
     "the sum": (5, [updates(applied=SUM)], "the sum, not the mean"),
     "nothing reduced": (5, [each(reduced=0)], "Horovod reduced nothing"),
@@ -276,7 +260,7 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
     "all write": (7, [on(1, written=["/work/model.pt"])], "ranks 0, 1 wrote"),
     "not reduced": (
         8,
-        [on(1, metrics=[Reduction("loss", [2.0], [2.0])])],
+        [on(1, metrics=[MetricReduction("loss", [2.0], [2.0])])],
         "loss is 1.5, 2 by rank after the reduction",
     ),
     "on one rank": (8, [on(1, metrics=[])], "but not on rank 1"),
@@ -291,7 +275,7 @@ def test_a_fault_fails_only_its_row(name: str) -> None:
     assert evidence in result[step - 1].evidence, result[step - 1].evidence
 
 
-OWN = each(hvdtrain=True, metrics=[Reduction("average_metrics over 9 samples", [1.0], [1.0])])
+OWN = each(hvdtrain=True, metrics=[MetricReduction("average_metrics over 9 samples", [1.0], [1.0])])
 SUMMED = [updates(applied=SUM), each(**rates(0.1))]
 ADASUM = [applied(lambda rank: LOCAL[rank]), each(**rates(0.1)), calling("hvd", adasum=True)]
 UNEVEN = [0.6 * first + 0.4 * second for first, second in zip(*LOCAL, strict=True)]
@@ -369,8 +353,8 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
     "a rank that gathers no value": (
         8,
         [
-            on(0, metrics=[Reduction("wrong ones", [], [3.0, 5.0])]),
-            on(1, metrics=[Reduction("wrong ones", [3.0, 5.0], [3.0, 5.0])]),
+            on(0, metrics=[MetricReduction("wrong ones", [], [3.0, 5.0])]),
+            on(1, metrics=[MetricReduction("wrong ones", [3.0, 5.0], [3.0, 5.0])]),
         ],
         OK,
         "wrong ones: none, 3 by rank, 3 on all",

@@ -17,7 +17,7 @@ from hvdtrain.commands.verify.hooks import AfterImport, after, best_effort, repl
 from hvdtrain.commands.verify.script.record import (
     Call,
     EnoughError,
-    Reduction,
+    MetricReduction,
     ScriptRecorder,
     read_record,
     summary,
@@ -74,7 +74,7 @@ def test_samples_outside_of_the_training_are_not_recorded(recorder: ScriptRecord
 def test_the_record_is_on_disk_before_a_rank_may_be_ended(recorder: ScriptRecorder) -> None:
     """If a rank fails, mpirun ends the others, which can then write nothing any more."""
     recorder.metric("allreduce", [np.float64(2.0)], [np.float64(5.0)])
-    assert read_record(recorder.path).metrics == [Reduction("allreduce", [2.0], [5.0])]
+    assert read_record(recorder.path).metrics == [MetricReduction("allreduce", [2.0], [5.0])]
     recorder.wrote("/work/model.pt")
     assert read_record(recorder.path).written == ["/work/model.pt"]
 
@@ -212,9 +212,9 @@ def test_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
             return 2 * value
 
     seen: list[Any] = []
-    after(Number, "double", lambda a, k, result: seen.append((a[1:], k, result)))
+    after(Number, "double", lambda result, number, *a, **k: seen.append((a, k, result)))
     replace(Number, "double", lambda original, *a, **k: original(*a, **k) + 1)
-    after(Number, "absent", lambda a, k, r: seen.append("never"))
+    after(Number, "absent", lambda *a: seen.append("never"))
     assert Number().double(4) == 9
     assert Number().double(value=5) == 11
     assert seen == [((4,), {}, 8), ((), {"value": 5}, 10)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, Row
+from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, StepRow
 from hvdtrain.commands.verify.script.start import ScriptResult, report
 
 Ends = tuple[str | None, ...]
@@ -16,7 +16,7 @@ Ends = tuple[str | None, ...]
 def result(
     *states: str, ended: tuple[str | None, ...] = ("updates",) * 2, updates: int = 5
 ) -> ScriptResult:
-    rows = [Row(step, state, f"evidence {step}") for step, state in enumerate(states, start=1)]
+    rows = [StepRow(step, state, f"evidence {step}") for step, state in enumerate(states, start=1)]
     return ScriptResult(rows, list(ended), updates)
 
 
