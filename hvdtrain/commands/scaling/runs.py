@@ -328,6 +328,10 @@ def check_continues(runs: Sequence[Run], new: Run, folder: Path) -> None:
     """
     for run in runs:
         old, now = run.ranks_per_host, new.ranks_per_host
+        ppn = ""
+        if old and now:
+            later = f"; with --ppn {now} from the start, more ranks can be added later"
+            ppn = f", or --ppn {old}" if now < old else later
         engine.check_continues(
             folder,
             run.name,
@@ -335,17 +339,12 @@ def check_continues(runs: Sequence[Run], new: Run, folder: Path) -> None:
             [
                 RecordedSetting("scaling", run.scaling, new.scaling),
                 RecordedSetting("machine", run.machine, new.machine),
-                RecordedSetting(
-                    "share of a host",
-                    _share(old),
-                    _share(now),
-                    f"--ppn {old}" if old and now and now < old else "",
-                ),
+                RecordedSetting("share of a host", _share(old), _share(now), ppn),
                 RecordedSetting(
                     "threads per rank",
                     run.threads,
                     new.threads,
-                    f"--threads {run.threads}" if run.threads else "",
+                    f", or --threads {run.threads}" if run.threads else "",
                 ),
             ],
         )

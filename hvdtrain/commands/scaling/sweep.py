@@ -31,13 +31,16 @@ from hvdtrain.commands.scaling.runs import (
 )
 from hvdtrain.commands.study.command_options import batch_sizes, check_measurable, without_option
 from hvdtrain.commands.study.engine import (
+    LOG,
     HostShare,
     Plan,
     Planned,
     RunOutcome,
     StudyOptions,
     Variant,
+    file_path,
     find_share,
+    run_stem,
 )
 from hvdtrain.commands.submit.job import Job, add_job_options, job_of
 from hvdtrain.commands.submit.submission import submit
@@ -197,9 +200,11 @@ class Sweep:
             UsageError: it is not comparable with the earlier ones.
         """
         if outcome.summary is None:
+            output = file_path(run_stem(self.options.folder, variant.name, repeat), LOG)
+            hint = "" if outcome.failed else f"; see its output in {output}"
             raise HvdtrainError(
-                f"the run on {variant.title} failed: {outcome.reason}. Completed runs are kept: "
-                "run the same command again to continue"
+                f"the run on {variant.title} failed: {outcome.reason}{hint}. Completed runs are "
+                "kept: run the same command again to continue"
             )
         file = self.options.folder / LINES
         run = self.new_run(variant.request.ranks, repeat, outcome.summary)

@@ -244,10 +244,12 @@ def measure(command: Command, stem: Path, timeout: float | None, label: str) -> 
     if result.ok:
         return _measured(file_path(stem, SUMMARY))
     outcome = classify_failure(result)
+    # Other programs than hvdtrain's give the reason for exit code 2 in their last lines.
+    if outcome.failed or (outcome.invalid and not MESSAGE.search(result.output)):
+        for line in result.output.splitlines()[-SHOWN:]:
+            log.info("  %s", line)
     if not outcome.failed:
         return outcome
-    for line in result.output.splitlines()[-SHOWN:]:
-        log.info("  %s", line)
     return replace(outcome, reason=f"{outcome.reason}; see its output in {file_path(stem, LOG)}")
 
 
@@ -304,7 +306,7 @@ class RecordedSetting:
     label: str
     old: object
     new: object
-    remedy: str = ""  # option that keeps the old one
+    remedy: str = ""  # end of the message, in addition to another --out
 
 
 def check_continues(
@@ -328,8 +330,7 @@ def check_continues(
         if setting.old != setting.new:
             raise UsageError(
                 f"{folder} has runs of another {setting.label}: {setting.old} in run {run_name}, "
-                f"now {setting.new}. Use another --out{', or ' * bool(setting.remedy)}"
-                f"{setting.remedy}"
+                f"now {setting.new}. Use another --out{setting.remedy}"
             )
 
 

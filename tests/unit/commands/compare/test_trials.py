@@ -58,6 +58,18 @@ def test_complete_runs_are_not_repeated(tmp_path: Path) -> None:
         missing(replace(comparison(tmp_path), words=(*WORDS, "--lr=1")))
 
 
+def test_methods_of_the_same_files_are_rejected(tmp_path: Path) -> None:
+    """Spellings of one option, or ``1e-3`` and ``1e+3``."""
+    first, second = (replace(DDP, options=f"--lr{separator}1") for separator in " =")
+    plan = comparison(tmp_path)
+    with pytest.raises(UsageError, match="'ddp --lr 1': the names of its files are those of"):
+        replace(plan, methods=(SINGLE, first, second)).missing()
+    append_trial(tmp_path, trial(first))
+    with pytest.raises(UsageError, match=r"'ddp --lr=1': .* 'ddp --lr 1'; .* or use another --out"):
+        replace(plan, methods=(second,)).missing()
+    assert missing(replace(plan, methods=(first,))) == [(first.name, 2)]
+
+
 def test_each_outcome_is_recorded(tmp_path: Path) -> None:
     plan = comparison(tmp_path)
     single, ddp = plan.plan.variants

@@ -128,7 +128,7 @@ def test_runs_that_are_not_comparable(changed: dict[str, Any], message: str) -> 
         ),
         (
             {"ranks_per_host": 4, "threads": 2},  # with 4 threads the ranks would share cores
-            "1 of 2 ranks in run 1-1, now 1 of 4 ranks. Use another --out$",
+            "now 1 of 4 ranks. Use another --out; with --ppn 4 from the start, more ranks can",
         ),
         (
             {"ranks_per_host": None},
