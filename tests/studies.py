@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.commands.scaling.runs import Run
+from hvdtrain.commands.scaling.runs import MeasuredRun
 from hvdtrain.steps.summary import Summary
 
 TUTORIAL = "ranks,images_per_second\n1,281.22\n2,382.01\n4,689.22\n8,1341.25\n"
@@ -31,8 +31,8 @@ def summary(ranks: int, rate: float = 100.0, **changed: Any) -> dict[str, Any]:
     }
 
 
-def run(ranks: int, repeat: int = 1, rate: float = 100.0, **changed: Any) -> Run:
+def run(ranks: int, repeat: int = 1, rate: float = 100.0, **changed: Any) -> MeasuredRun:
     """Return one run; keys that are not its fields belong to its summary."""
     fields = {key: changed.pop(key) for key in RUN_FIELDS if key in changed}
     content = Summary.from_json(summary(ranks, rate, **changed))
-    return Run(ranks, repeat, content, **{"command": WORDS, **fields})
+    return MeasuredRun(ranks, repeat, content, **{"command": WORDS, **fields})

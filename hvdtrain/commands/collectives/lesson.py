@@ -36,7 +36,7 @@ UNIT = 10  # the first number of rank r is UNIT (r + 1); a power of 10
 
 
 @dataclass(frozen=True)
-class Collective:
+class Demonstration:
     """A collective: its effect, its use in a training, and its call."""
 
     name: str
@@ -50,7 +50,7 @@ class Collective:
 class Outcome:
     """Data of all ranks before and after a collective, by rank."""
 
-    collective: Collective
+    collective: Demonstration
     before: list[Cells]
     after: list[Cells]
 
@@ -150,7 +150,7 @@ def _cells(numbers: Cells) -> str:
     return " ".join(map(str, numbers)) or "-"
 
 
-def _outcome(world: World, collective: Collective) -> Outcome:
+def _outcome(world: World, collective: Demonstration) -> Outcome:
     before = collective.before(world.rank, world.size)
     received = collective.run(world, np.array(before, np.int64))
     after = [] if received is None else received.tolist()
@@ -234,63 +234,63 @@ def _send_and_receive(world: World, mine: Numbers) -> Numbers:
 
 
 COLLECTIVES = (
-    Collective(
+    Demonstration(
         "broadcast",
         "all ranks get the data of rank 0",
         "step 6, all replicas start with the weights of rank 0.",
         _several,
         _broadcast,
     ),
-    Collective(
+    Demonstration(
         "scatter",
         "rank 0 distributes its data, one part per rank",
         "data read by one rank. Not needed in step 3: every rank reads its own part.",
         _several_on_root,
         _scatter,
     ),
-    Collective(
+    Demonstration(
         "gather",
         "rank 0 gets the data of all ranks, by rank",
         "logs and results written by one rank.",
         _single,
         _gather,
     ),
-    Collective(
+    Demonstration(
         "reduce",
         "rank 0 gets the sum",
         "a loss shown by rank 0 only.",
         _several,
         _reduce,
     ),
-    Collective(
+    Demonstration(
         "allreduce",
         "all ranks get the sum; a reduce and a broadcast in one",
         "step 5, the gradients of the global batch; step 8, the metrics of all samples.",
         _several,
         _allreduce,
     ),
-    Collective(
+    Demonstration(
         "allgather",
         "all ranks get the data of all ranks; a gather and a broadcast in one",
         "step 1, hosts and software of the ranks; digests of the replicas.",
         _single,
         _allgather,
     ),
-    Collective(
+    Demonstration(
         "reduce-scatter",
         "each rank gets its part of the sum; followed by an allgather, an allreduce",
         "ZeRO and FSDP, in which a rank updates only its part of the weights.",
         _several,
         _reduce_scatter,
     ),
-    Collective(
+    Demonstration(
         "alltoall",
         "each rank distributes its data; rows become columns",
         "mixtures of experts, in which samples are sent to the rank of their expert.",
         _several,
         _alltoall,
     ),
-    Collective(
+    Demonstration(
         "send and receive",
         "each rank sends to the next; not a collective, but the basis of them",
         "pipelines, whose stages send activations; the steps of a ring allreduce.",

@@ -100,7 +100,7 @@ NEEDS = {"collectives": TIME, "libraries": TIME, "ranks": STUDY, "gradient_mb": 
 
 
 @dataclass(frozen=True)
-class Result:
+class ProgramOutput:
     """Output of rank 0: text, JSON, sections of the page, and plot."""
 
     text: str
@@ -183,16 +183,16 @@ def connect() -> Mpi4py:
     return Mpi4py()
 
 
-def show_lesson(ranks: Mpi4py) -> Result:
+def show_lesson(ranks: Mpi4py) -> ProgramOutput:
     """Perform each collective once on small arrays; all ranks together."""
     from hvdtrain.commands.collectives import lesson
 
     outcomes = lesson.run_all(ranks.world)
     data = {"ranks": ranks.size, "lesson": [outcome.to_json() for outcome in outcomes]}
-    return Result(lesson.text(outcomes), data, lambda: [lesson.section(outcomes)])
+    return ProgramOutput(lesson.text(outcomes), data, lambda: [lesson.section(outcomes)])
 
 
-def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
+def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput:
     """Time each collective of each library; all ranks together.
 
     Raises:
@@ -212,7 +212,7 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
     hosts = len(set(ranks.gather(socket.gethostname().encode())))
     times = timing.JobTimes(ranks.size, hosts, backends)
     ranks.on_root(lambda: report.check_measured(times))
-    return Result(
+    return ProgramOutput(
         report.time_text(times),
         asdict(times),
         partial(report.time_sections, times),
@@ -220,7 +220,7 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
     )
 
 
-def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> Result:
+def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput:
     """Compare allreduce algorithms; all ranks together.
 
     Raises:
@@ -244,7 +244,7 @@ def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> Result:
         options.gradient_mb or study.GRADIENT,
         options.seconds or study.SECONDS,
     )
-    return Result(
+    return ProgramOutput(
         report.study_text(measured) if ranks.is_root else "",  # the rows are on rank 0
         asdict(measured),
         partial(report.study_sections, measured),
@@ -264,7 +264,7 @@ def _chosen(requested: Sequence[str] | None, known: Sequence[str], option: str) 
     return requested or known
 
 
-def publish(result: Result, options: argparse.Namespace, size: int) -> None:
+def publish(result: ProgramOutput, options: argparse.Namespace, size: int) -> None:
     """Write plot and page if requested, and print the result."""
     written: list[Path] = []
     if options.plot and result.figure:

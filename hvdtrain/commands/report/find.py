@@ -57,7 +57,7 @@ class _State:
 
 
 @dataclass
-class Contents:
+class DirectoryResults:
     """The results in a directory, with paths relative to it."""
 
     folder: Path
@@ -83,9 +83,9 @@ class Contents:
         }
 
 
-def look(folder: Path) -> Contents:
+def look(folder: Path) -> DirectoryResults:
     """Return the results in ``folder`` and its subdirectories."""
-    contents = Contents(folder)
+    contents = DirectoryResults(folder)
     for path in _files(folder):
         relative = path.relative_to(folder)
         if path.parent.name == PICTURES and path.suffix == ".jpg" and is_regular(path):
@@ -135,7 +135,7 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(directory, name) for name in sorted(names) if not name.startswith("."))
 
 
-def _json(path: Path, relative: Path, contents: Contents) -> None:
+def _json(path: Path, relative: Path, contents: DirectoryResults) -> None:
     """Add a summary or a timeline; other files are ignored."""
     with path.open("rb") as file:
         start = file.read(64).lstrip()
@@ -149,7 +149,7 @@ def _json(path: Path, relative: Path, contents: Contents) -> None:
             contents.summaries[relative] = Summary.from_json(content, needed=["world_size"])
 
 
-def _outside_timeline(name: str | None, summary: Path, contents: Contents) -> None:
+def _outside_timeline(name: str | None, summary: Path, contents: DirectoryResults) -> None:
     """Add the timeline that a summary names, if it is outside the folder."""
     if not name:
         return

@@ -11,7 +11,7 @@ from hvdtrain.commands.compare import plot as compare_plot
 from hvdtrain.commands.compare import table as compare_table
 from hvdtrain.commands.compare.trials import Trial
 from hvdtrain.commands.report import curve_plot
-from hvdtrain.commands.report.find import Contents
+from hvdtrain.commands.report.find import DirectoryResults
 from hvdtrain.commands.scaling import plot, report
 from hvdtrain.commands.scaling.results import Study, title
 from hvdtrain.commands.scaling.runs import SPLIT
@@ -30,7 +30,7 @@ FEW = 3  # maximum number of runs with separate sections
 Rows = list[tuple[str, str]]
 
 
-def render(contents: Contents) -> str:
+def render(contents: DirectoryResults) -> str:
     """Return the HTML of the page."""
     folder, summaries, trials = contents.folder, contents.summaries, contents.comparison
     shown = curve_plot.first(contents.curves)
@@ -62,7 +62,7 @@ def _inline(path: Path) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def _title(contents: Contents) -> str:
+def _title(contents: DirectoryResults) -> str:
     if contents.study:
         return "Scaling study"
     if contents.comparison:
@@ -74,7 +74,7 @@ def _title(contents: Contents) -> str:
     return f"Training: {names.pop()}" if len(names) == 1 else "Training"
 
 
-def _methods(contents: Contents) -> dict[Path, str]:
+def _methods(contents: DirectoryResults) -> dict[Path, str]:
     """Return the labels of a comparison's runs, by the paths of their curves."""
     labels = compare_plot.names([trial.method for trial in contents.comparison])
     return {
@@ -83,7 +83,7 @@ def _methods(contents: Contents) -> dict[Path, str]:
     }
 
 
-def _runs(contents: Contents) -> list[dict[str, Any]]:
+def _runs(contents: DirectoryResults) -> list[dict[str, Any]]:
     """Return the sections of runs: from their summaries, or from their curves without these."""
     summaries, all_curves = contents.summaries, contents.curves
     if not summaries and not contents.study and len(all_curves) <= FEW:

@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class AllreduceTime:
     """A row of a table of allreduce times."""
 
     ranks: int
@@ -73,7 +73,7 @@ def fit(
     steps: Sequence[Step],
     *,
     strong: bool = False,
-    reductions: Sequence[Reduction] = (),
+    reductions: Sequence[AllreduceTime] = (),
     traffic: Traffic | None = None,
     samples: int = SAMPLES,
 ) -> Fit:
@@ -151,7 +151,7 @@ def _rows(steps: Sequence[Step], strong: bool) -> list[_Row]:
     return rows
 
 
-def _table_row(row: Reduction, traffic: Traffic) -> _Row:
+def _table_row(row: AllreduceTime, traffic: Traffic) -> _Row:
     def model(law: Law, costs: Costs) -> float:
         latency = costs.latency / traffic.messages * law.hops(row.ranks)
         return latency + costs.transfer * law.volume(row.ranks) * row.nbytes / traffic.nbytes
@@ -209,7 +209,7 @@ class _Problem:
         return float(np.sum(((self._modelled(values) - 1) / self.errors) ** 2))
 
 
-def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Reduction]:
+def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[AllreduceTime]:
     """Read tables of allreduce times: the rows of the library that ``strategy`` trains with.
 
     A file has the output of ``hvdtrain doctor -n N --json``, or of
@@ -219,7 +219,7 @@ def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Reducti
     Raises:
         UsageError: a file has neither format, or has no rows of any library.
     """
-    reductions: list[Reduction] = []
+    reductions: list[AllreduceTime] = []
     libraries = STRATEGIES.get(strategy or DEFAULT.name, ONE_PROCESS).gradient_libraries
     for path in paths:
         try:
@@ -229,7 +229,7 @@ def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Reducti
             tables = {name: backend.get("rows") for name, backend in times["backends"].items()}
             rows = next((tables[name] for name in (*libraries, *FASTEST) if tables.get(name)), ())
             rows = [row for row in rows if row.get("collective", ALLREDUCE) == ALLREDUCE]
-            table = [Reduction(ranks, int(row["bytes"]), float(row["seconds"])) for row in rows]
+            table = [AllreduceTime(ranks, int(row["bytes"]), float(row["seconds"])) for row in rows]
         except OSError as error:
             raise UsageError(f"--allreduce {path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:

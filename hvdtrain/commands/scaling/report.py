@@ -17,7 +17,7 @@ from hvdtrain.commands.scaling.runs import (
     STRONG,
     TABLE,
     WEAK,
-    Run,
+    MeasuredRun,
     check_comparable,
     table_text,
 )
@@ -42,7 +42,7 @@ LIMITS = {
 
 
 def report(
-    runs: Sequence[Run], source: Path, options: ScalingOptions, folder: Path | None
+    runs: Sequence[MeasuredRun], source: Path, options: ScalingOptions, folder: Path | None
 ) -> Report:
     """Evaluate ``runs``, and write table and plots if a folder is given.
 
@@ -78,7 +78,7 @@ def report(
 
 
 def _evaluations(
-    runs: Sequence[Run], folder: Path, target: Target
+    runs: Sequence[MeasuredRun], folder: Path, target: Target
 ) -> dict[int, list[list[Evaluation]]]:
     """Return the evaluations of each run by ranks; sizes submitted as jobs have subdirectories."""
     evaluated: dict[int, list[list[Evaluation]]] = {run.ranks: [] for run in runs}

@@ -55,7 +55,7 @@ BY_LAUNCH = "OMPI_MCA_mpi_yield_when_idle"  # set by launch depending on the siz
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """One measured run."""
 
     ranks: int
@@ -96,29 +96,29 @@ class Run:
         return {part: seconds for part, seconds in parts.items() if seconds is not None}
 
 
-def read_lines(path: Path) -> list[Run]:
+def read_lines(path: Path) -> list[MeasuredRun]:
     """Return the runs in a JSON Lines file; see ``records.read``."""
     return records.read(path, _run, "sweep")
 
 
-def _run(content: Any) -> Run:
+def _run(content: Any) -> MeasuredRun:
     fields = {**content, "ranks_per_host": content.get("room")}
     fields.pop("room", None)
-    run = records.decode(Run, fields)
+    run = records.decode(MeasuredRun, fields)
     if not (run.ranks >= 1 and math.isfinite(run.rate) and run.rate > 0):
         raise ValueError(f"{run.rate} images/s on {run.ranks} ranks")
     # As written by older versions.
     return replace(run, machine=run.machine.replace(" a host", " per host"))
 
 
-def append_line(path: Path, run: Run) -> None:
+def append_line(path: Path, run: MeasuredRun) -> None:
     """Append a run to a JSON Lines file."""
     content = {**vars(run), "summary": run.summary.to_json()}
     content["room"] = content.pop("ranks_per_host")
     records.append(path, content, _run)
 
 
-def table_text(runs: Sequence[Run]) -> str:
+def table_text(runs: Sequence[MeasuredRun]) -> str:
     """Return the runs as CSV, readable by ``--from``."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -140,7 +140,7 @@ def table_text(runs: Sequence[Run]) -> str:
     return text.getvalue()
 
 
-def read_table(path: Path) -> list[Run]:
+def read_table(path: Path) -> list[MeasuredRun]:
     """Return the runs in a CSV with the columns ranks, images_per_second, and any of ``COLUMNS``.
 
     Raises:
@@ -191,7 +191,7 @@ def _numbers(texts: Mapping[str, str], where: str) -> dict[str, Any]:
     return values
 
 
-def _from_row(texts: Mapping[str, str], values: Mapping[str, Any], repeat: int) -> Run:
+def _from_row(texts: Mapping[str, str], values: Mapping[str, Any], repeat: int) -> MeasuredRun:
     messages, nbytes = values.get("messages"), values.get("gradient_bytes")
     summary = {
         **{key: texts.get(key) or None for key in (*TEXT_COLUMNS, "timeline")},
@@ -201,7 +201,7 @@ def _from_row(texts: Mapping[str, str], values: Mapping[str, Any], repeat: int) 
         "step_split": {part: values.get(f"{part}_seconds") for part in SPLIT},
         "gradient_messages": {"count": messages, "bytes": nbytes} if messages and nbytes else None,
     }
-    return Run(
+    return MeasuredRun(
         values["ranks"],
         repeat,
         Summary.from_json(summary),
@@ -213,7 +213,7 @@ def _from_row(texts: Mapping[str, str], values: Mapping[str, Any], repeat: int) 
     )
 
 
-def read_folder(folder: Path) -> list[Run]:
+def read_folder(folder: Path) -> list[MeasuredRun]:
     """Return the runs in a study's directory, and in the subdirectories of its jobs.
 
     Raises:
@@ -229,7 +229,7 @@ def read_folder(folder: Path) -> list[Run]:
     return runs
 
 
-def check_comparable(runs: Sequence[Run], scaling: str, source: str) -> None:
+def check_comparable(runs: Sequence[MeasuredRun], scaling: str, source: str) -> None:
     """Reject runs that differ in more than the number of ranks.
 
     Values that a run does not report are not compared. ``source``: their file or directory, for
@@ -274,11 +274,11 @@ def check_comparable(runs: Sequence[Run], scaling: str, source: str) -> None:
         _same(tuned, name, partial(_variable, name), source)
 
 
-def _variable(name: str, run: Run) -> str:
+def _variable(name: str, run: MeasuredRun) -> str:
     return (run.variables or {}).get(name, "not set")
 
 
-def _check_run(run: Run, source: str) -> None:
+def _check_run(run: MeasuredRun, source: str) -> None:
     """Reject a run that does not measure its number of ranks undisturbed."""
     summary = run.summary
     if summary.timeline:
@@ -299,7 +299,11 @@ def _check_run(run: Run, source: str) -> None:
 
 
 def _same(
-    runs: Iterable[Run], label: str, key: Callable[[Run], Any], source: str, hint: str = ""
+    runs: Iterable[MeasuredRun],
+    label: str,
+    key: Callable[[MeasuredRun], Any],
+    source: str,
+    hint: str = "",
 ) -> None:
     """Raise unless ``key`` is the same for all runs that report it."""
     reported = [(run, key(run)) for run in runs if key(run) is not None]
@@ -318,7 +322,7 @@ def _same(
     )
 
 
-def check_continues(runs: Sequence[Run], new: Run, folder: Path) -> None:
+def check_continues(runs: Sequence[MeasuredRun], new: MeasuredRun, folder: Path) -> None:
     """Reject a new run that differs from the existing ones, before it starts.
 
     ``new``: the record of the next run, without a summary.

@@ -23,7 +23,7 @@ from hvdtrain.commands.scaling.runs import (
     OUT,
     STRONG,
     WEAK,
-    Run,
+    MeasuredRun,
     append_line,
     check_comparable,
     check_continues,
@@ -166,9 +166,9 @@ class Sweep:
             reverses=True,
         )
 
-    def new_run(self, ranks: int, repeat: int, summary: Summary) -> Run:
+    def new_run(self, ranks: int, repeat: int, summary: Summary) -> MeasuredRun:
         """Return the record of a run."""
-        return Run(
+        return MeasuredRun(
             ranks,
             repeat,
             summary,

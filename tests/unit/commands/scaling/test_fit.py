@@ -24,7 +24,7 @@ from hvdtrain.commands.scaling.cost_model import (
     remedies,
     step_at,
 )
-from hvdtrain.commands.scaling.fit import Reduction, Step, fit, read_reductions
+from hvdtrain.commands.scaling.fit import AllreduceTime, Step, fit, read_reductions
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 
@@ -123,7 +123,7 @@ def test_the_truth_is_recovered(law: Law) -> None:
 def test_the_truth_is_recovered_with_overlap_from_a_table(law: Law) -> None:
     truth, traffic = replace(TRUTH, overlap=0.6), Traffic(messages=4, nbytes=100_000_000)
     table = [
-        Reduction(
+        AllreduceTime(
             ranks,
             nbytes,
             truth.latency / 4 * law.hops(ranks) + truth.transfer / 1e8 * nbytes * law.volume(ranks),
@@ -259,7 +259,7 @@ def test_a_table_of_allreduce_times(tmp_path: Path) -> None:
     bare, doctors = tmp_path / "bare.json", tmp_path / "doctor.json"
     bare.write_text(json.dumps(TABLE))
     doctors.write_text(json.dumps({"ok": True, "allreduce": {**TABLE, "ranks": 2}}))
-    expected = [Reduction(4, 4, 1e-3), Reduction(2, 4, 1e-3)]
+    expected = [AllreduceTime(4, 4, 1e-3), AllreduceTime(2, 4, 1e-3)]
     assert read_reductions([bare, doctors], "horovod") == expected
     assert read_reductions([], "horovod") == []
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.commands.scaling.runs import (
-    Run,
+    MeasuredRun,
     append_line,
     check_comparable,
     check_continues,
@@ -28,7 +28,7 @@ TUNED = {"HOROVOD_FUSION_THRESHOLD": "0", "OMP_NUM_THREADS": "2"}
 SINGLE = {"OMP_NUM_THREADS": "2"}  # the trainers tune communication only with several ranks
 
 
-def tuned(*each: tuple[int, dict[str, str]]) -> list[Run]:
+def tuned(*each: tuple[int, dict[str, str]]) -> list[MeasuredRun]:
     return [
         run(ranks, 1 + i, environment={"variables": variables})
         for i, (ranks, variables) in enumerate(each)
@@ -66,7 +66,7 @@ def test_runs_that_are_comparable() -> None:
     ],
 )
 def test_runs_of_another_kind_are_not_comparable(
-    runs: list[Run], scaling: str, message: str
+    runs: list[MeasuredRun], scaling: str, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         check_comparable(runs, scaling, "f")
@@ -139,9 +139,9 @@ def test_runs_that_are_not_comparable(changed: dict[str, Any], message: str) -> 
 def test_a_different_run_does_not_continue_a_sweep(changed: dict[str, Any], message: str) -> None:
     common = {"command": WORDS, "machine": "a", "threads": 4, "ranks_per_host": 2}
     runs = [run(1, **common)]
-    check_continues(runs, Run(2, 1, Summary(), **common), Path("out"))
+    check_continues(runs, MeasuredRun(2, 1, Summary(), **common), Path("out"))
     with pytest.raises(UsageError, match=message):
-        check_continues(runs, Run(2, 1, Summary(), **{**common, **changed}), Path("out"))
+        check_continues(runs, MeasuredRun(2, 1, Summary(), **{**common, **changed}), Path("out"))
 
 
 # The files
