@@ -119,7 +119,8 @@ def _compare_with_baseline(
 ) -> None:
     """Set the fields of each row that compare it with its baseline."""
     for method, row in rows.items():
-        base = next((m for m in rows if m.is_baseline and m.shares_baseline(method)), None)
+        kind = method.framework, method.precision
+        base = next((m for m in rows if m.is_baseline and (m.framework, m.precision) == kind), None)
         if base is None or not row.available:
             continue
         distances = [

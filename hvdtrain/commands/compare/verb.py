@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from hvdtrain.commands.compare.methods import CompareOptions, Method
 from hvdtrain.commands.compare.trials import LINES, find_largest, make_comparison, read_trials
-from hvdtrain.commands.study.engine import NO_COMMAND
+from hvdtrain.commands.study.command_options import NO_COMMAND
 from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.steps.summary import nan_to_null, unit_of
@@ -79,7 +79,7 @@ def report(options: CompareOptions, methods: Sequence[Method] | None = None) -> 
     """
     from hvdtrain.commands.compare import plot, table
 
-    folder, target = options.folder, options.target
+    folder, target = options.out, options.target
     trials = read_trials(folder)
     if not trials:
         raise UsageError(

@@ -8,6 +8,7 @@ and the complete ``summary`` of the run.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.study import engine, records
-from hvdtrain.commands.study.engine import RecordedSetting
+from hvdtrain.commands.study.curves import Evaluation, evaluations, read_curves
+from hvdtrain.commands.study.engine import CURVES, RecordedSetting
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Stopped, Summary
 
@@ -43,12 +45,13 @@ NUMBERS: dict[str, tuple[Callable[[str], Any], float]] = {
     ),
     **dict.fromkeys(("cores", "threads", "room"), (int, 1)),
 }
-COLUMNS = (
-    *("ranks", "repeat", "images_per_second", "images_per_second_std", "step_seconds"),
-    *(f"{part}_seconds" for part in SPLIT),
-    *("messages", "gradient_bytes", "scaling", *TEXT_COLUMNS, "global_batch_size", "hosts"),
-    *("machine", "cores", "threads", "room", "timeline"),
+HEADER = (
+    "ranks,repeat,images_per_second,images_per_second_std,step_seconds,data_seconds,"
+    "compute_seconds,communication_seconds,waiting_seconds,undivided_seconds,messages,"
+    "gradient_bytes,scaling,workload,framework,strategy,model,precision,global_batch_size,hosts,"
+    "machine,cores,threads,room,timeline"
 )
+COLUMNS = HEADER.split(",")
 NAMED = 4  # maximum number of runs named in a message
 ALWAYS = "OMP_"  # variables that also tune a single rank; those of MPI and Horovod need several
 BY_LAUNCH = "OMPI_MCA_mpi_yield_when_idle"  # set by launch depending on the size
@@ -229,6 +232,21 @@ def read_folder(folder: Path) -> list[MeasuredRun]:
     return runs
 
 
+def read_evaluations(
+    runs: Sequence[MeasuredRun], folder: Path, metric: str
+) -> dict[int, list[list[Evaluation]]]:
+    """Return the evaluations of each run by ranks; sizes submitted as jobs have subdirectories."""
+    evaluated: dict[int, list[list[Evaluation]]] = {run.ranks: [] for run in runs}
+    for run in runs:
+        for base in (folder, folder / f"ranks-{run.ranks}"):
+            path = engine.file_path(engine.run_stem(base, str(run.ranks), run.repeat), CURVES)
+            with contextlib.suppress(OSError, ValueError):
+                if curves := read_curves(path):
+                    evaluated[run.ranks].append(evaluations(curves, metric))
+                    break
+    return evaluated
+
+
 def check_comparable(runs: Sequence[MeasuredRun], scaling: str, source: str) -> None:
     """Reject runs that differ in more than the number of ranks.
 
@@ -240,30 +258,25 @@ def check_comparable(runs: Sequence[MeasuredRun], scaling: str, source: str) -> 
     """
     for run in runs:
         _check_run(run, source)
-    _same(runs, "the scaling", lambda run: run.scaling or None, source)
+    same = partial(_same, source=source)
+    same(runs, "the scaling", lambda run: run.scaling or None)
     recorded = next((run.scaling for run in runs if run.scaling), scaling)
     if recorded != scaling:
         raise UsageError(f"{source}: these are runs of --{recorded}, not --{scaling}")
-    for key in ("workload", "framework", "strategy", "model", "precision"):
-        _same(runs, f"the {key}", attrgetter(f"summary.{key}"), source)
+    for key in TEXT_COLUMNS:
+        same(runs, f"the {key}", attrgetter(f"summary.{key}"))
     if scaling == STRONG:
-        _same(runs, "the global batch", lambda run: run.batch, source)
+        same(runs, "the global batch", attrgetter("batch"))
     else:
         hint = "; for a constant global batch, use --strong"
-        _same(
-            runs,
-            "the batch per rank",
-            lambda run: run.batch and run.batch / run.ranks,
-            source,
-            hint,
-        )
-    _same(runs, "the machine", lambda run: run.machine or None, source)
-    _same(runs, "the number of ranks that share a host", attrgetter("ranks_per_host"), source)
-    _same(runs, "the number of threads per rank", attrgetter("threads"), source)
+        same(runs, "the batch per rank", lambda run: run.batch and run.batch / run.ranks, hint=hint)
+    same(runs, "the machine", lambda run: run.machine or None)
+    same(runs, "the number of ranks that share a host", attrgetter("ranks_per_host"))
+    same(runs, "the number of threads per rank", attrgetter("threads"))
     for ranks in sorted({run.ranks for run in runs}):
         repeats = [run for run in runs if run.ranks == ranks]
-        _same(repeats, f"the number of hosts of {ranks} ranks", attrgetter("summary.hosts"), source)
-    _same(runs, "the command", lambda run: shlex.join(run.command) or None, source)
+        same(repeats, f"the number of hosts of {ranks} ranks", attrgetter("summary.hosts"))
+    same(runs, "the command", lambda run: shlex.join(run.command) or None)
     # The trainers tune MPI and Horovod only with two or more ranks, so one rank may differ.
     for name in sorted({name for run in runs for name in run.variables or ()} - {BY_LAUNCH}):
         tuned = [
@@ -271,7 +284,7 @@ def check_comparable(runs: Sequence[MeasuredRun], scaling: str, source: str) -> 
             for run in runs
             if run.variables is not None and (run.ranks > 1 or name.startswith(ALWAYS))
         ]
-        _same(tuned, name, partial(_variable, name), source)
+        same(tuned, name, partial(_variable, name))
 
 
 def _variable(name: str, run: MeasuredRun) -> str:

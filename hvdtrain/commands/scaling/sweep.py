@@ -32,6 +32,7 @@ from hvdtrain.commands.scaling.runs import (
 from hvdtrain.commands.study.command_options import batch_sizes, check_measurable, without_option
 from hvdtrain.commands.study.engine import (
     LOG,
+    RESULTS,
     HostShare,
     Plan,
     Planned,
@@ -74,6 +75,9 @@ class ScalingOptions(StudyOptions):
     strong: bool = option(False, "constant global batch", bool, either="scaling")
     submit: str | None = option(
         None, "options of hvdtrain submit, in quotes: submit each size as a job", metavar="OPTIONS"
+    )
+    out: Path | None = option(
+        None, f"{RESULTS} (default: {OUT})", Path, group="report", metavar="DIR"
     )
     from_: Path | None = option(
         None,
