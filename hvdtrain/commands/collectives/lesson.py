@@ -43,7 +43,7 @@ class Demonstration:
     effect: str
     use: str
     before: Callable[[int, int], Cells]  # data of a rank, from rank and size
-    run: Callable[[World, Numbers], Numbers | None]  # returns the data of this rank after it
+    run: Callable[[World, Numbers], Any]  # returns the numbers of this rank after it, if any
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _cells(numbers: Cells) -> str:
 def _outcome(world: World, collective: Demonstration) -> Outcome:
     before = collective.before(world.rank, world.size)
     received = collective.run(world, np.array(before, np.int64))
-    after = [] if received is None else received.tolist()
+    after = [] if received is None else np.ravel(received).tolist()
     held = world.allgather((before, after))
     return Outcome(collective, [first for first, _ in held], [last for _, last in held])
 
@@ -176,42 +176,7 @@ def _several_on_root(rank: int, size: int) -> Cells:
     return _several(rank, size) if rank == 0 else []
 
 
-# Calls of MPI
-
-
-def _broadcast(world: World, mine: Numbers) -> Numbers:
-    world.Bcast(mine, root=0)
-    return mine
-
-
-def _scatter(world: World, mine: Numbers) -> Numbers:
-    received = np.empty(1, np.int64)
-    world.Scatter(mine if world.rank == 0 else None, received, root=0)
-    return received
-
-
-def _gather(world: World, mine: Numbers) -> Numbers | None:
-    received = np.empty(world.size, np.int64) if world.rank == 0 else None
-    world.Gather(mine, received, root=0)
-    return received
-
-
-def _reduce(world: World, mine: Numbers) -> Numbers | None:
-    total = np.empty_like(mine) if world.rank == 0 else None
-    world.Reduce(mine, total, root=0)
-    return total
-
-
-def _allreduce(world: World, mine: Numbers) -> Numbers:
-    total = np.empty_like(mine)
-    world.Allreduce(mine, total)
-    return total
-
-
-def _allgather(world: World, mine: Numbers) -> Numbers:
-    received = np.empty(world.size, np.int64)
-    world.Allgather(mine, received)
-    return received
+# Collectives that need more than one call or argument
 
 
 def _reduce_scatter(world: World, mine: Numbers) -> Numbers:
@@ -220,16 +185,9 @@ def _reduce_scatter(world: World, mine: Numbers) -> Numbers:
     return total
 
 
-def _alltoall(world: World, mine: Numbers) -> Numbers:
-    received = np.empty_like(mine)
-    world.Alltoall(mine, received)
-    return received
-
-
 def _send_and_receive(world: World, mine: Numbers) -> Numbers:
-    received = np.empty_like(mine)
     following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    world.Sendrecv(mine, dest=following, recvbuf=received, source=previous)
+    received: Numbers = world.sendrecv(mine, dest=following, source=previous)
     return received
 
 
@@ -239,42 +197,42 @@ COLLECTIVES = (
         "all ranks get the data of rank 0",
         "step 6, all replicas start with the weights of rank 0.",
         _several,
-        _broadcast,
+        lambda world, mine: world.bcast(mine),
     ),
     Demonstration(
         "scatter",
         "rank 0 distributes its data, one part per rank",
         "data read by one rank. Not needed in step 3: every rank reads its own part.",
         _several_on_root,
-        _scatter,
+        lambda world, mine: world.scatter(mine),
     ),
     Demonstration(
         "gather",
         "rank 0 gets the data of all ranks, by rank",
         "logs and results written by one rank.",
         _single,
-        _gather,
+        lambda world, mine: world.gather(mine),
     ),
     Demonstration(
         "reduce",
         "rank 0 gets the sum",
         "a loss shown by rank 0 only.",
         _several,
-        _reduce,
+        lambda world, mine: world.reduce(mine),
     ),
     Demonstration(
         "allreduce",
         "all ranks get the sum; a reduce and a broadcast in one",
         "step 5, the gradients of the global batch; step 8, the metrics of all samples.",
         _several,
-        _allreduce,
+        lambda world, mine: world.allreduce(mine),
     ),
     Demonstration(
         "allgather",
         "all ranks get the data of all ranks; a gather and a broadcast in one",
         "step 1, hosts and software of the ranks; digests of the replicas.",
         _single,
-        _allgather,
+        lambda world, mine: world.allgather(mine),
     ),
     Demonstration(
         "reduce-scatter",
@@ -288,7 +246,7 @@ COLLECTIVES = (
         "each rank distributes its data; rows become columns",
         "mixtures of experts, in which samples are sent to the rank of their expert.",
         _several,
-        _alltoall,
+        lambda world, mine: world.alltoall(mine),
     ),
     Demonstration(
         "send and receive",
