@@ -63,7 +63,7 @@ class Outcome:
         sums = {i: sum(number for _, index, number in cells if index == i) for i in indices}
         return [(rank, index) for rank, index, _ in cells if sums[index] == value]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return name, meaning and numbers for ``--json``."""
         done = self.collective
         meaning = {"name": done.name, "what": done.effect, "use": done.use}
@@ -95,7 +95,7 @@ def section(outcomes: list[Outcome]) -> Section:
     return Section("Effect of each collective", (HOW_TO_READ,), diagrams=diagrams)
 
 
-def diagram(outcome: Outcome) -> dict[str, Any]:
+def diagram(outcome: Outcome) -> dict[str, object]:
     """Return cells and lines of a diagram: a row per rank, before on the left, after on the right.
 
     A line leads from each rank to those that receive a number of it. Line and cell have the colour

@@ -104,7 +104,7 @@ class ProgramOutput:
     """Output of rank 0: text, JSON, sections of the page, and plot."""
 
     text: str
-    data: dict[str, Any]
+    data: dict[str, object]
     sections: Callable[[], Sequence[Section]]
     figure: Callable[[], Any] | None = None
 

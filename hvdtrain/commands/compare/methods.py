@@ -123,10 +123,17 @@ class CompareOptions(StudyOptions):
         choices=("max",),
         metavar="{max}",
     )
-    out: Path = option(OUT, RESULTS, Path, group="report", metavar="DIR")
+    out: Path | None = option(
+        None, f"{RESULTS} (default: {OUT})", Path, group="report", metavar="DIR"
+    )
     csv: Path | None = option(
         None, "additional file for the table", Path, group="report", metavar="FILE"
     )
+
+    @property
+    def folder(self) -> Path:
+        """The directory of the comparison."""
+        return self.out or OUT
 
 
 def choose(options: CompareOptions, words: Sequence[str]) -> list[Method]:

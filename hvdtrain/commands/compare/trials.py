@@ -63,7 +63,7 @@ class Trial:
     reason: str = ""  # if there is no summary
     failed: bool = False  # the method is available, but the run failed
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the JSON of its line."""
         content = {**vars(self), "method": asdict(self.method)}
         return {**content, "summary": self.summary and self.summary.to_json()}
@@ -106,7 +106,7 @@ class Comparison:
         """The runs: the methods in turn (A B A B)."""
         variants = tuple(self.variant(method, self.batch) for method in self.methods)
         repeats = self.options.repeat or REPEATS
-        return Plan(self.options.out, variants, repeats, self.options.timeout)
+        return Plan(self.options.folder, variants, repeats, self.options.timeout)
 
     def variant(self, method: Method, batch: int) -> Variant:
         """Return the variant of a method, with a global batch."""
@@ -121,11 +121,11 @@ class Comparison:
         Raises:
             UsageError: the complete runs belong to another comparison.
         """
-        trials = read_trials(self.options.out)
+        trials = read_trials(self.options.folder)
         self._check_names(trial.method for trial in trials)
         for trial in trials:
             engine.check_continues(
-                self.options.out,
+                self.options.folder,
                 f"{trial.method.name}-{trial.repeat}",
                 (trial.command, self.words),
                 [
@@ -173,7 +173,7 @@ class Comparison:
             outcome.reason,
             outcome.failed,
         )
-        append_trial(self.options.out, trial)
+        append_trial(self.options.folder, trial)
 
 
 def make_comparison(options: CompareOptions, words: Sequence[str]) -> Comparison:
@@ -225,7 +225,7 @@ def search(fits: Callable[[int], bool], start: int, most: int) -> int:
 
 def find_largest(comparison: Comparison) -> None:
     """Search the largest batch of each method that has run on GPUs; record each result."""
-    folder = comparison.options.out
+    folder = comparison.options.folder
     complete = {largest.method for largest in read_largest(folder)}
     summaries = {trial.method: trial.summary for trial in read_trials(folder) if trial.summary}
     for method, summary in summaries.items():
@@ -262,7 +262,7 @@ def _search(comparison: Comparison, method: Method, summary: Summary) -> int | N
     def fits(batch: int) -> bool:
         variant = comparison.variant(method, batch * method.ranks)
         words = [*without_option(variant.request.words, "--num-steps"), "--num-steps", str(STEPS)]
-        stem = options.out / RUNS / f"{method.name}-{batch}"
+        stem = options.folder / RUNS / f"{method.name}-{batch}"
         command = launch_command(replace(variant.request, words=words), stem)
         outcome = measure(command, stem, options.timeout, f"batch {batch} per rank")
         if outcome.failed:

@@ -79,7 +79,7 @@ def report(options: CompareOptions, methods: Sequence[Method] | None = None) -> 
     """
     from hvdtrain.commands.compare import plot, table
 
-    folder, target = options.out, options.target
+    folder, target = options.folder, options.target
     trials = read_trials(folder)
     if not trials:
         raise UsageError(

@@ -151,7 +151,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-def _style(number: int, index: int) -> dict[str, Any]:
+def _style(number: int, index: int) -> dict[str, object]:
     """Return the colour and marker of a run; its second line is dashed, with hollow markers."""
     style = {**plots.series(number), "linestyle": plots.LINES[index]}
     return {**style, "markerfacecolor": "white"} if index else style

@@ -127,7 +127,7 @@ def study_data(study: Study) -> dict[str, Any]:
     }
 
 
-def _size_data(size: RankResult) -> dict[str, Any]:
+def _size_data(size: RankResult) -> dict[str, object]:
     rate, slowest = size.rate, size.slowest
     return {
         "ranks": size.ranks,
