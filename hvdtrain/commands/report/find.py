@@ -187,8 +187,8 @@ def _checkpoint(path: Path) -> CheckpointSummary:
         raise ValueError("not a checkpoint state: missing step")
     return CheckpointSummary(
         state.step,
-        state.position and state.position.epoch,
-        state.metrics and state.metrics.accuracy,
+        state.position.epoch if state.position else None,
+        state.metrics.accuracy if state.metrics else None,
         sum(file.stat().st_size for file in path.parent.iterdir()),
     )
 

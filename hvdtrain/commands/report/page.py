@@ -180,16 +180,8 @@ def _flat(value: Any, prefix: str = "") -> Rows:
 
 def _run_table(summaries: Mapping[Path, Summary], unit: str) -> Table:
     """Return a table with a row per run."""
-    header = [
-        "run",
-        "ranks",
-        "hosts",
-        "global batch",
-        "steps",
-        f"{unit}/s",
-        "test accuracy",
-        "time",
-    ]
+    names = ["run", "ranks", "hosts", "global batch", "steps"]
+    header = [*names, f"{unit}/s", "test accuracy", "time"]
     rows = []
     for path, run in summaries.items():
         rate, seconds = run.images_per_second_mean, run.seconds_total

@@ -27,7 +27,7 @@ from hvdtrain.commands.compare.trials import LARGEST, LINES, Trial
 from hvdtrain.commands.compare.verb import report
 from hvdtrain.commands.study.engine import run_stem
 from hvdtrain.errors import UsageError
-from tests.unit.commands.compare.trials import (
+from tests.studies import (
     DDP,
     HOROVOD,
     PACKED,

@@ -28,7 +28,7 @@ from hvdtrain.commands.compare.trials import (
 from hvdtrain.commands.study.engine import HostShare, RunOutcome
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
-from tests.unit.commands.compare.trials import DDP, SINGLE, WORDS, trial, unavailable_trial
+from tests.studies import DDP, SINGLE, WORDS, trial, unavailable_trial
 
 SIZES = st.integers(1, 10_000)
 
@@ -81,24 +81,6 @@ def test_each_outcome_is_recorded(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be run, even in a single process: --foo"):
         plan.record(single, 2, RunOutcome(reason="--foo", invalid=True))
     assert len(read_trials(tmp_path)) == 3
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"method": {"strategy": "ddp"}},
-        {"method": {**vars(DDP), "ranks": "2"}},
-        {"summary": {"images_per_second_mean": 0}},
-        {"summary": []},
-        {"other": 1},
-        {"command": 3},
-    ],
-)
-def test_an_invalid_line_is_reported(change: dict[str, object], tmp_path: Path) -> None:
-    line = json.dumps({**trial(DDP).to_json(), **change})
-    (tmp_path / LINES).write_text(f"{line}\n")
-    with pytest.raises(UsageError, match=r"compare.jsonl, line 1: not a run of a comparison"):
-        read_trials(tmp_path)
 
 
 def test_dry_run_shows_the_command_of_each_run(
