@@ -107,12 +107,13 @@ def diagram(outcome: Outcome) -> dict[str, object]:
     right = LEFT + wide * _columns(outcome.before) + GAP
     cells, ways = [], set()
     for side, rows in ((LEFT, outcome.before), (right, outcome.after)):
-        for rank, column, value in _numbered(rows):
-            sources = outcome.origins(value)
-            hue = _hue(sources[0][0], ranks) if len(sources) == 1 else None
-            x, y = side + wide * column, TOP + ROW * rank
-            cells.append({"x": x, "y": y, "value": value, "hue": hue})
-            ways |= {(source, rank) for source, _ in sources if side == right}
+        for rank, row in enumerate(rows):
+            for column, value in enumerate(row):
+                sources = outcome.origins(value)
+                hue = _hue(sources[0][0], ranks) if len(sources) == 1 else None
+                x, y = side + wide * column, TOP + ROW * rank
+                cells.append({"x": x, "y": y, "value": value, "hue": hue})
+                ways |= {(source, rank) for source, _ in sources if side == right}
     rows_at = [TOP + ROW * rank + HIGH // 2 for rank in range(ranks)]
     lines = [
         {
@@ -134,11 +135,6 @@ def diagram(outcome: Outcome) -> dict[str, object]:
 
 def _columns(rows: list[Cells]) -> int:
     return max(map(len, rows))
-
-
-def _numbered(rows: list[Cells]) -> list[tuple[int, int, int]]:
-    """Return (rank, column, number) of all numbers."""
-    return [(rank, column, v) for rank, row in enumerate(rows) for column, v in enumerate(row)]
 
 
 def _hue(rank: int, ranks: int) -> int:

@@ -101,11 +101,11 @@ NEEDS = {"collectives": TIME, "libraries": TIME, "ranks": STUDY, "gradient_mb": 
 
 @dataclass(frozen=True)
 class ProgramOutput:
-    """Output of rank 0: text, JSON, sections of the page, and plot."""
+    """Output of rank 0: text, JSON, section of the page, and plot."""
 
     text: str
     data: dict[str, object]
-    sections: Callable[[], Sequence[Section]]
+    section: Callable[[], Section]
     figure: Callable[[], Any] | None = None
 
 
@@ -189,7 +189,7 @@ def show_lesson(ranks: Mpi4py) -> ProgramOutput:
 
     outcomes = lesson.run_all(ranks.world)
     data = {"ranks": ranks.size, "lesson": [outcome.to_json() for outcome in outcomes]}
-    return ProgramOutput(lesson.text(outcomes), data, lambda: [lesson.section(outcomes)])
+    return ProgramOutput(lesson.text(outcomes), data, partial(lesson.section, outcomes))
 
 
 def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput:
@@ -215,7 +215,7 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput:
     return ProgramOutput(
         report.time_text(times),
         asdict(times),
-        partial(report.time_sections, times),
+        partial(report.time_section, times),
         partial(report.time_figure, times),
     )
 
@@ -247,7 +247,7 @@ def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput
     return ProgramOutput(
         report.study_text(measured) if ranks.is_root else "",  # the rows are on rank 0
         asdict(measured),
-        partial(report.study_sections, measured),
+        partial(report.study_section, measured),
         partial(report.study_figure, measured),
     )
 
@@ -274,7 +274,7 @@ def publish(result: ProgramOutput, options: argparse.Namespace, size: int) -> No
     if options.html:
         from hvdtrain.system.output.page import render, write
 
-        html = render(TEMPLATE, subject="", ranks=plural(size, "rank"), sections=result.sections())
+        html = render(TEMPLATE, subject="", ranks=plural(size, "rank"), part=result.section())
         write(options.html, html)
         written.append(options.html)
     text = "\n".join([result.text, *([""] if written else []), *map(str, written)])

@@ -78,13 +78,8 @@ def names(rows: Sequence[MethodResult] | Sequence[Method]) -> list[str]:
     return labels
 
 
-def _kinds(rows: Sequence[MethodResult]) -> list[tuple[str, str | None]]:
-    """Return the pairs of framework and precision, without duplicates: one colour for each."""
-    return list(dict.fromkeys((row.framework, row.precision) for row in rows))
-
-
 def _throughput(axes: Any, rows: Sequence[MethodResult], unit: str) -> None:
-    kinds = _kinds(rows)
+    kinds = list(dict.fromkeys((row.framework, row.precision) for row in rows))  # a colour for each
     rates = [row.images_per_second or 0.0 for row in rows]
     pairs = list(zip(rates, rows, strict=True))
     low = [rate - (row.images_per_second_lowest or rate) for rate, row in pairs]
@@ -106,15 +101,11 @@ def _throughput(axes: Any, rows: Sequence[MethodResult], unit: str) -> None:
     axes.set_xlabel(f"{unit}/s" + ("; speed-up over one process" if compared else ""))
 
 
-def _marker(number: int) -> str:
-    """Return the marker of a row; it changes when the colours repeat."""
-    return plots.MARKERS[(number + number // SERIES) % SERIES]
-
-
 def _memory(axes: Any, rows: Sequence[MethodResult], unit: str) -> None:
     points = [(row.images_per_second or 0.0, (row.peak_memory_bytes or 0) / GIB) for row in rows]
     for number, (point, name) in enumerate(zip(points, names(rows), strict=True)):
-        style = {"color": plots.COLOURS[number % SERIES], "marker": _marker(number)}
+        marker = plots.MARKERS[(number + number // SERIES) % SERIES]  # as the colours repeat
+        style = {"color": plots.COLOURS[number % SERIES], "marker": marker}
         axes.scatter(*point, s=MARKER, label=name, zorder=3, **style)
     right, top = (1.1 * max(values) for values in zip(*points, strict=True))
     axes.set_xlim(0, right)

@@ -49,7 +49,7 @@ _decoder = msgspec.json.Decoder(list[Event])
 
 @dataclass
 class Reading:
-    """Properties of a file, filled in while ``chunks`` runs."""
+    """Properties of a file, set while ``chunks`` runs."""
 
     path: Path
     size: int = 0  # bytes read, after decompression
@@ -107,9 +107,10 @@ class _CommonClock:
         pieces: list[list[Event]] = [[]]
         last = self.last
         for event in events:
-            if _is_preamble(event):
+            args = event.get("args")
+            if isinstance(args, dict) and isinstance(args.get(PREAMBLE), int):
                 reading.files += 1
-                reading.epoch = reading.epoch or event["args"][PREAMBLE]
+                reading.epoch = reading.epoch or args[PREAMBLE]
                 self.shift = None if reading.files > 1 else 0
                 pieces.append([])
             if reading.files > 1 and isinstance(event.get("pid"), int):
@@ -121,11 +122,6 @@ class _CommonClock:
                 last = event["ts"]
             pieces[-1].append(event)
         return pieces
-
-
-def _is_preamble(event: Event) -> bool:
-    args = event.get("args")
-    return isinstance(args, dict) and isinstance(args.get(PREAMBLE), int)
 
 
 def chunks(reading: Reading) -> Iterator[tuple[list[Event], bool]]:
@@ -257,7 +253,10 @@ def repair(source: Path, target: Path, window: tuple[float, float] | None = None
         file.write(b"[")
         for event in _balanced(timeline(Reading(source), window), counts):
             file.write(b",\n" if counts.events else b"\n")
-            file.write(_encode(event))
+            try:
+                file.write(msgspec.json.encode(event))
+            except OverflowError:  # a number of more than 64 bits
+                file.write(json.dumps(event).encode())
             counts.events += 1
         file.write(b"\n]\n")
     return counts
@@ -296,10 +295,3 @@ def _ends(open_bars: dict[Any, int], time: float, counts: Repaired) -> Iterator[
             counts.closed += 1
             yield {"ph": "E", "ts": time, "pid": tensor, "tid": tensor}
     open_bars.clear()
-
-
-def _encode(event: Event) -> bytes:
-    try:
-        return msgspec.json.encode(event)
-    except OverflowError:  # a number of more than 64 bits
-        return json.dumps(event).encode()
