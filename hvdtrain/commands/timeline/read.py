@@ -39,6 +39,7 @@ TENSORS = 10_000_000  # tensor numbers reserved for each timeline of a file
 
 # Between two events, or where another array begins in the middle of one.
 _BETWEEN = re.compile(rb"(?<=\})[\s,\[\]]*(?=\{)|\[\s*(?=\{)")
+_SEPARATOR = re.compile(rb"\}\s*,\s*\{")  # in files with other white space, e.g. indented ones
 # A tensor's name as Horovod writes it: unescaped quotes or backslashes make it invalid JSON.
 _NAMING = re.compile(
     rb'\{"name": "process_name", "ph": "M", "pid": (\d+), "args": \{"name": "(.*)"\}\}', re.DOTALL
@@ -194,6 +195,8 @@ def _inflated(file: IO[bytes], reading: Reading) -> Iterator[bytes]:
 def _parse(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event], bytes]:
     """Return the events in ``buffer``, and its last bytes: the beginning of the next event."""
     cut = len(buffer) if last else max(buffer.rfind(mark) for mark in SEPARATORS) + 1
+    if not cut:
+        cut = max((match.start() + 1 for match in _SEPARATOR.finditer(buffer)), default=0)
     piece, rest = buffer[:cut].strip(FILLER), buffer[cut:]
     if len(rest) > MAX_EVENT:
         reading.skipped += len(rest)
@@ -201,6 +204,9 @@ def _parse(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event],
     try:
         return _decoder.decode(b"[" + piece + b"]"), rest
     except (ValueError, RecursionError):
+        array, _, end = piece.rpartition(b"]")
+        if last and array.rstrip().endswith(b"}") and b"[" not in end:
+            piece = array  # of an object, {"traceEvents": [...]}
         return _intact(_BETWEEN.split(piece), reading, last=last), rest
 
 

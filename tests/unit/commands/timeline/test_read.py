@@ -74,12 +74,21 @@ def test_any_end_of_file_is_accepted(end: str, tmp_path: Path) -> None:
         "[\n" + ",\n".join(map(json.dumps, EVENTS)) + "\n]\n",
         json.dumps(EVENTS),
         json.dumps(EVENTS, indent=1),
+        "[\r\n" + " ,\r\n".join(map(json.dumps, EVENTS)) + "\r\n]\r\n",
+        "\ufeff" + json.dumps(EVENTS),
+        json.dumps({"traceEvents": EVENTS}),
+        json.dumps({"displayTimeUnit": "ms", "traceEvents": EVENTS, "otherData": {}}, indent=1),
     ],
-    ids=["one per line", "with spaces", "indented"],
+    ids=["line", "spaces", "indented", "returns", "byte order mark", "object", "indented object"],
 )
-def test_other_json_forms_are_accepted(text: str, tmp_path: Path) -> None:
-    events, _ = events_of(write(tmp_path / "t", text))
+def test_other_json_forms_are_accepted(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "CHUNK", 700)
+    monkeypatch.setattr(read, "MAX_EVENT", 1400)
+    events, reading = events_of(write(tmp_path / "t", text))
     assert events == EVENTS
+    assert not reading.cut
 
 
 def test_gzipped_files_are_read_up_to_a_cut(tmp_path: Path) -> None:
