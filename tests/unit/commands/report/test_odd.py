@@ -48,32 +48,21 @@ LINES = {
     "[1]\n": "line 2: not a training record",
     '{"kind": [1], "step": 2}\n': "line 2: not a training record",
 }
+# Keys of a summary, alone or in a line of a study.
+SUMMARIES: list[tuple[dict[str, Any], str]] = [
+    ({"images_per_second_mean": "10"}, "images_per_second_mean: expected `float | null`"),
+    ({"images_per_second_mean": True}, "images_per_second_mean: expected `float | null`"),
+    ({"seconds_total": 10**400}, "seconds_total: number out of range"),
+    ({"eval_accuracy": [0.5]}, "eval_accuracy: expected `float | null`"),
+    ({"gradient_messages": {}}, "gradient_messages: object missing required field `count`"),
+    ({"gradient_messages": {"count": 3}}, "object missing required field `bytes`"),
+    ({"gradient_messages": 3}, "gradient_messages: expected `object | null`"),
+    ({"step_split": {"data": "much"}}, "step_split.data: expected `float | null`"),
+    ({"step_split": [1]}, "step_split: expected `object | null`"),
+    ({"hosts": "one"}, "hosts: expected `int | null`"),
+]
 ODD = [
-    (
-        "odd.json",
-        result(images_per_second_mean="10"),
-        "images_per_second_mean: expected `float | null`",
-    ),
-    (
-        "odd.json",
-        result(images_per_second_mean=True),
-        "images_per_second_mean: expected `float | null`",
-    ),
-    ("odd.json", result(seconds_total=10**400), "seconds_total: number out of range"),
-    ("odd.json", result(eval_accuracy=[0.5]), "eval_accuracy: expected `float | null`"),
-    (
-        "odd.json",
-        result(gradient_messages={}),
-        "gradient_messages: object missing required field `count`",
-    ),
-    (
-        "odd.json",
-        result(gradient_messages={"count": 3}),
-        "gradient_messages: object missing required field `bytes`",
-    ),
-    ("odd.json", result(gradient_messages=3), "gradient_messages: expected `object | null`"),
-    ("odd.json", result(step_split={"data": "much"}), "step_split.data: expected `float | null`"),
-    ("odd.json", result(step_split=[1]), "step_split: expected `object | null`"),
+    *(("odd.json", result(**changed), cause) for changed, cause in SUMMARIES),
     (STATE, "{}", "missing step"),
     (STATE, "[1]", "not a JSON object"),
     (STATE, '{"step": 3, "metrics": [1]}', "metrics: expected `object | null`"),
@@ -99,17 +88,7 @@ RECORDS = [  # the second of three lines
         ("results.jsonl", line, "")
         for line in ("5", '"text"', "[]", "null", '{"summary": {}}', "{")
     ),
-    (
-        "results.jsonl",
-        sweep_line(gradient_messages={"bytes": 8}),
-        "gradient_messages: object missing required field `count`",
-    ),
-    (
-        "results.jsonl",
-        sweep_line(gradient_messages=3),
-        "gradient_messages: expected `object | null`",
-    ),
-    ("results.jsonl", sweep_line(hosts="one"), "hosts: expected `int | null`"),
+    *(("results.jsonl", sweep_line(**changed), cause) for changed, cause in SUMMARIES),
     ("results.jsonl", sweep_line(images_per_second_mean=0), "0.0 images/s on 1 ranks"),
     ("results.jsonl", sweep_line(images_per_second_mean=None), "0.0 images/s on 1 ranks"),
     ("results.jsonl", sweep_line(images_per_second_mean=float("inf")), "inf images/s on 1 ranks"),
