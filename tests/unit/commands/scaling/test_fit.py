@@ -163,12 +163,6 @@ def tutorial(*left_out: int) -> Fit:
     return fit(points, samples=200)
 
 
-def test_the_tutorials_eight_ranks_left_out_of_the_fit() -> None:
-    seconds = step_at(tutorial(8), 8)
-    assert 8 / seconds.middle == pytest.approx(TUTORIAL[8], rel=0.15)
-    assert seconds.low < seconds.middle < seconds.high
-
-
 def test_the_fit_to_the_tutorials_points() -> None:
     fitted = tutorial()
     for ranks, rate in TUTORIAL.items():
