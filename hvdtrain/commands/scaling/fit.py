@@ -1,4 +1,4 @@
-"""Fit the cost model to measured steps with ``scipy.optimize.curve_fit``, once per law.
+"""Fit the cost model to measured steps with ``scipy.optimize.least_squares``, once per law.
 
 The data are the measured seconds per step, or its parts if known, and optionally a table of
 allreduce times; at least three numbers of ranks are needed to distinguish computing, latency and
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import curve_fit
+from scipy.optimize import least_squares
 
 from hvdtrain.collectives.cost import Law
 from hvdtrain.commands.scaling.cost_model import LAWS, Candidate, Costs, Fit, Traffic
@@ -185,20 +185,16 @@ class _Problem:
 
     def solve(self, start: Any, ratios: Any) -> Any:
         """Return the vector that fits the measured seconds times ``ratios`` best."""
-        values, _ = curve_fit(
-            lambda _, *values: self._modelled(values),
-            np.arange(len(self.rows)),
-            ratios,
-            start,
-            sigma=self.errors,
-            absolute_sigma=True,
-            bounds=(1e-9 * self.scale * (np.arange(len(start)) == 0), self.most),
+        weights, least = 1.0 / self.errors, 1e-9 * self.scale * (np.arange(len(start)) == 0)
+        return least_squares(
+            lambda values: weights * (self._modelled(values) - ratios),
+            np.clip(start, least, self.most),  # a solution may be at a bound, but for rounding
+            bounds=(least, self.most),
             x_scale=self.scale,
             ftol=TOLERANCE,
             xtol=TOLERANCE,
             gtol=TOLERANCE,
-        )
-        return values
+        ).x
 
     def _modelled(self, values: Sequence[float]) -> Any:
         """Return the modelled seconds over the measured ones."""

@@ -191,6 +191,20 @@ def test_points_that_scatter_more_than_their_errors_widen_the_range() -> None:
     assert widths[1] > 3 * widths[0]
 
 
+@pytest.mark.parametrize(
+    ("strong", "seconds", "exposed"),
+    [(False, (1.0, 0.01, 1.0), 0.5), (True, (0.01, 0.01, 100.0), 0.0)],
+)
+def test_measurements_that_contradict_the_model_are_fitted(
+    strong: bool, seconds: tuple[float, ...], exposed: float
+) -> None:
+    """The search for the least squares ends at its limit, with a large misfit."""
+    points = [Step(p, s, 0.01, exposed * s, 0.01) for p, s in zip((1, 2, 4), seconds, strict=True)]
+    table = [AllreduceTime(4, nbytes, 1.0) for nbytes in (4, 10**8)]
+    fitted = fit(points, strong=strong, reductions=table, traffic=Traffic(4, 10**8))
+    assert fitted.misfit > 5
+
+
 def test_the_limit_is_named() -> None:
     slow = fit(steps(Costs(0.2, 5e-3, 1e-3), RING), samples=10)
     narrow = fit(steps(Costs(0.2, 1e-6, 0.3), RING), samples=10)
