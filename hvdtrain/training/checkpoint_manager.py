@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, UsageError

@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any, NoReturn
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.preemption import ANOTHER, HOSTS_CHANGED, Preemption, wait_for_agent
 from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError

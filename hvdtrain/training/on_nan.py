@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.errors import TrainingError
 from hvdtrain.steps.integrity import rank_names

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.steps.summary import Bubble, Stopped, Summary
 from hvdtrain.steps.world import World
