@@ -30,14 +30,13 @@ def test_the_lesson(size: int, tmp_path: Path) -> None:
     outcome = resident.ranks(size, "-m", "hvdtrain.collectives", "--json", "--html", str(page))
     assert outcome.code == 0, outcome.err
     every = range(size)
-    numbers = [[10 * (rank + 1) + place for place in every] for rank in every]
+    numbers = [[10 * (rank + 1) + index for index in every] for rank in every]
     first = [row[:1] for row in numbers]
-    sums = [sum(row[place] for row in numbers) for place in every]
+    sums = [sum(row[index] for row in numbers) for index in every]
     firsts = [row[0] for row in numbers]
     nothing: list[list[int]] = [[]] * (size - 1)
-    shown = {
-        one["name"]: (one["before"], one["after"]) for one in json.loads(outcome.out)["lesson"]
-    }
+    lesson = json.loads(outcome.out)["lesson"]
+    shown = {part["name"]: (part["before"], part["after"]) for part in lesson}
     assert shown == {
         "broadcast": (numbers, [numbers[0]] * size),
         "scatter": ([numbers[0], *nothing], [[number] for number in numbers[0]]),
@@ -46,7 +45,7 @@ def test_the_lesson(size: int, tmp_path: Path) -> None:
         "allreduce": (numbers, [sums] * size),
         "allgather": (first, [firsts] * size),
         "reduce-scatter": (numbers, [[total] for total in sums]),
-        "alltoall": (numbers, [[row[place] for row in numbers] for place in every]),
+        "alltoall": (numbers, [[row[index] for row in numbers] for index in every]),
         "send and receive": (first, [first[rank - 1] for rank in every]),
     }
     assert page.read_text().count("<svg") == len(shown)
@@ -61,11 +60,11 @@ def test_times_of_each_library() -> None:
     assert list(report["backends"]) == ["mpi4py", "horovod", "gloo", "nccl"]
     assert report["backends"]["nccl"]["state"] in ("ok", "absent")
     for name, collectives in (("mpi4py", 9), ("horovod", 5), ("gloo", 9)):
-        found = report["backends"][name]
-        assert (found["state"], found["left_out"]) == ("ok", {})
-        assert len(found["rows"]) == 2 * collectives
-        assert len({fit["collective"] for fit in found["fits"]}) == collectives
-        for row in found["rows"]:
+        times = report["backends"][name]
+        assert (times["state"], times["left_out"]) == ("ok", {})
+        assert len(times["rows"]) == 2 * collectives
+        assert len({fit["collective"] for fit in times["fits"]}) == collectives
+        for row in times["rows"]:
             assert 0 < row["seconds_min"] <= row["seconds"] <= row["seconds_max"]
             assert row["bytes"] in (4, 65536) and row["repeats"] >= 5
 
@@ -73,9 +72,9 @@ def test_times_of_each_library() -> None:
 def test_a_library_that_fails_in_the_middle_is_a_row() -> None:
     outcome = ranks(2, SCRIPT, "breaking")
     assert outcome.code == 0, outcome.err[-3000:]
-    found, after = json.loads(outcome.out)
-    assert (found["state"], after) == ("error", "")
-    assert found["reason"].startswith("rank ")
+    failure, after = json.loads(outcome.out)
+    assert (failure["state"], after) == ("error", "")
+    assert failure["reason"].startswith("rank ")
 
 
 def test_allreduce_algorithms_at_1_to_5_ranks() -> None:
@@ -85,13 +84,15 @@ def test_allreduce_algorithms_at_1_to_5_ranks() -> None:
 
 
 @pytest.mark.parametrize(("number", "total"), [(1, 1.0), (3, 0.0)])
-def test_horovod_and_mpi_do_as_the_variables_of_the_study_tell(number: int, total: float) -> None:
+def test_horovod_and_mpi_sum_as_the_variables_of_the_study_select(
+    number: int, total: float
+) -> None:
     """Linear, ((d + c) + b) + a; recursive doubling, (a + b) + (c + d)."""
-    told = {
+    variables = {
         "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
         "OMPI_MCA_coll_tuned_allreduce_algorithm": str(number),
     }
-    outcome = resident.ranks(4, SCRIPT, "order", **told)
+    outcome = resident.ranks(4, SCRIPT, "order", **variables)
     assert outcome.code == 0, outcome.err[-3000:]
     assert outcome.out.splitlines() == [str([[total], [total]])]
 
@@ -109,25 +110,27 @@ def test_the_study(tmp_path: Path) -> None:
         "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
         "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
     }
-    assert cells == {(n, size, one) for n in (2, 3) for size in (4, 4096, 20_000) for one in names}
+    assert cells == {
+        (n, size, name) for n in (2, 3) for size in (4, 4096, 20_000) for name in names
+    }
     for row in report["rows"]:
         assert row["repeats"] >= 5
         assert 0 < row["seconds_min"] <= row["seconds"] <= row["seconds_max"]
         assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
     assert len(report["best"]) == 6
-    for one in report["best"]:
+    for best in report["best"]:
         ratios = [
             (row["ratio"], row["algorithm"])
             for row in report["rows"]
-            if (row["ranks"], row["bytes"]) == (one["ranks"], one["bytes"])
+            if (row["ranks"], row["bytes"]) == (best["ranks"], best["bytes"])
         ]
-        assert (one["ratio"], one["algorithm"]) == min(ratios)
+        assert (best["ratio"], best["algorithm"]) == min(ratios)
     assert (tmp_path / "study.png").stat().st_size > 10_000
     assert "data:image/svg+xml;base64," in (tmp_path / "study.html").read_text()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--library=gloo", "--library: no such option; did you mean --libraries?"),
         ("--sizes=4", "--sizes needs --time or --study"),
@@ -138,10 +141,10 @@ def test_the_study(tmp_path: Path) -> None:
         ("--html /dev/null/page.html", "--html /dev/null/page.html: "),
     ],
 )
-def test_wrong_use(words: str, said: str) -> None:
+def test_wrong_use(words: str, message: str) -> None:
     outcome = resident.ranks(2, "-m", "hvdtrain.collectives", *words.split())
     assert outcome.code == 2
-    assert len(outcome.said) == 1 and said in outcome.said[0]
+    assert len(outcome.said) == 1 and message in outcome.said[0]
 
 
 def test_the_lesson_without_mpi4py(tmp_path: Path) -> None:

@@ -36,21 +36,21 @@ UNIT = 10  # the first number of rank r is UNIT (r + 1); a power of 10
 
 
 @dataclass(frozen=True)
-class Collective:
+class Demonstration:
     """A collective: its effect, its use in a training, and its call."""
 
     name: str
     effect: str
     use: str
     before: Callable[[int, int], Cells]  # data of a rank, from rank and size
-    run: Callable[[World, Numbers], Numbers | None]  # returns the data of this rank after it
+    run: Callable[[World, Numbers], Any]  # returns the numbers of this rank after it, if any
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Data of all ranks before and after a collective, by rank."""
 
-    collective: Collective
+    collective: Demonstration
     before: list[Cells]
     after: list[Cells]
 
@@ -63,7 +63,7 @@ class Outcome:
         sums = {i: sum(number for _, index, number in cells if index == i) for i in indices}
         return [(rank, index) for rank, index, _ in cells if sums[index] == value]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return name, meaning and numbers for ``--json``."""
         done = self.collective
         meaning = {"name": done.name, "what": done.effect, "use": done.use}
@@ -95,7 +95,7 @@ def section(outcomes: list[Outcome]) -> Section:
     return Section("Effect of each collective", (HOW_TO_READ,), diagrams=diagrams)
 
 
-def diagram(outcome: Outcome) -> dict[str, Any]:
+def diagram(outcome: Outcome) -> dict[str, object]:
     """Return cells and lines of a diagram: a row per rank, before on the left, after on the right.
 
     A line leads from each rank to those that receive a number of it. Line and cell have the colour
@@ -107,12 +107,13 @@ def diagram(outcome: Outcome) -> dict[str, Any]:
     right = LEFT + wide * _columns(outcome.before) + GAP
     cells, ways = [], set()
     for side, rows in ((LEFT, outcome.before), (right, outcome.after)):
-        for rank, column, value in _numbered(rows):
-            sources = outcome.origins(value)
-            hue = _hue(sources[0][0], ranks) if len(sources) == 1 else None
-            x, y = side + wide * column, TOP + ROW * rank
-            cells.append({"x": x, "y": y, "value": value, "hue": hue})
-            ways |= {(source, rank) for source, _ in sources if side == right}
+        for rank, row in enumerate(rows):
+            for column, value in enumerate(row):
+                sources = outcome.origins(value)
+                hue = _hue(sources[0][0], ranks) if len(sources) == 1 else None
+                x, y = side + wide * column, TOP + ROW * rank
+                cells.append({"x": x, "y": y, "value": value, "hue": hue})
+                ways |= {(source, rank) for source, _ in sources if side == right}
     rows_at = [TOP + ROW * rank + HIGH // 2 for rank in range(ranks)]
     lines = [
         {
@@ -136,11 +137,6 @@ def _columns(rows: list[Cells]) -> int:
     return max(map(len, rows))
 
 
-def _numbered(rows: list[Cells]) -> list[tuple[int, int, int]]:
-    """Return (rank, column, number) of all numbers."""
-    return [(rank, column, v) for rank, row in enumerate(rows) for column, v in enumerate(row)]
-
-
 def _hue(rank: int, ranks: int) -> int:
     """Return the hue of a rank in degrees."""
     return (210 + 360 * rank // ranks) % 360
@@ -150,10 +146,10 @@ def _cells(numbers: Cells) -> str:
     return " ".join(map(str, numbers)) or "-"
 
 
-def _outcome(world: World, collective: Collective) -> Outcome:
+def _outcome(world: World, collective: Demonstration) -> Outcome:
     before = collective.before(world.rank, world.size)
     received = collective.run(world, np.array(before, np.int64))
-    after = [] if received is None else received.tolist()
+    after = [] if received is None else np.ravel(received).tolist()
     held = world.allgather((before, after))
     return Outcome(collective, [first for first, _ in held], [last for _, last in held])
 
@@ -176,42 +172,7 @@ def _several_on_root(rank: int, size: int) -> Cells:
     return _several(rank, size) if rank == 0 else []
 
 
-# Calls of MPI
-
-
-def _broadcast(world: World, mine: Numbers) -> Numbers:
-    world.Bcast(mine, root=0)
-    return mine
-
-
-def _scatter(world: World, mine: Numbers) -> Numbers:
-    received = np.empty(1, np.int64)
-    world.Scatter(mine if world.rank == 0 else None, received, root=0)
-    return received
-
-
-def _gather(world: World, mine: Numbers) -> Numbers | None:
-    received = np.empty(world.size, np.int64) if world.rank == 0 else None
-    world.Gather(mine, received, root=0)
-    return received
-
-
-def _reduce(world: World, mine: Numbers) -> Numbers | None:
-    total = np.empty_like(mine) if world.rank == 0 else None
-    world.Reduce(mine, total, root=0)
-    return total
-
-
-def _allreduce(world: World, mine: Numbers) -> Numbers:
-    total = np.empty_like(mine)
-    world.Allreduce(mine, total)
-    return total
-
-
-def _allgather(world: World, mine: Numbers) -> Numbers:
-    received = np.empty(world.size, np.int64)
-    world.Allgather(mine, received)
-    return received
+# Collectives that need more than one call or argument
 
 
 def _reduce_scatter(world: World, mine: Numbers) -> Numbers:
@@ -220,77 +181,70 @@ def _reduce_scatter(world: World, mine: Numbers) -> Numbers:
     return total
 
 
-def _alltoall(world: World, mine: Numbers) -> Numbers:
-    received = np.empty_like(mine)
-    world.Alltoall(mine, received)
-    return received
-
-
 def _send_and_receive(world: World, mine: Numbers) -> Numbers:
-    received = np.empty_like(mine)
     following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    world.Sendrecv(mine, dest=following, recvbuf=received, source=previous)
+    received: Numbers = world.sendrecv(mine, dest=following, source=previous)
     return received
 
 
 COLLECTIVES = (
-    Collective(
+    Demonstration(
         "broadcast",
         "all ranks get the data of rank 0",
         "step 6, all replicas start with the weights of rank 0.",
         _several,
-        _broadcast,
+        lambda world, mine: world.bcast(mine),
     ),
-    Collective(
+    Demonstration(
         "scatter",
         "rank 0 distributes its data, one part per rank",
         "data read by one rank. Not needed in step 3: every rank reads its own part.",
         _several_on_root,
-        _scatter,
+        lambda world, mine: world.scatter(mine),
     ),
-    Collective(
+    Demonstration(
         "gather",
         "rank 0 gets the data of all ranks, by rank",
         "logs and results written by one rank.",
         _single,
-        _gather,
+        lambda world, mine: world.gather(mine),
     ),
-    Collective(
+    Demonstration(
         "reduce",
         "rank 0 gets the sum",
         "a loss shown by rank 0 only.",
         _several,
-        _reduce,
+        lambda world, mine: world.reduce(mine),
     ),
-    Collective(
+    Demonstration(
         "allreduce",
         "all ranks get the sum; a reduce and a broadcast in one",
         "step 5, the gradients of the global batch; step 8, the metrics of all samples.",
         _several,
-        _allreduce,
+        lambda world, mine: world.allreduce(mine),
     ),
-    Collective(
+    Demonstration(
         "allgather",
         "all ranks get the data of all ranks; a gather and a broadcast in one",
         "step 1, hosts and software of the ranks; digests of the replicas.",
         _single,
-        _allgather,
+        lambda world, mine: world.allgather(mine),
     ),
-    Collective(
+    Demonstration(
         "reduce-scatter",
         "each rank gets its part of the sum; followed by an allgather, an allreduce",
         "ZeRO and FSDP, in which a rank updates only its part of the weights.",
         _several,
         _reduce_scatter,
     ),
-    Collective(
+    Demonstration(
         "alltoall",
         "each rank distributes its data; rows become columns",
         "mixtures of experts, in which samples are sent to the rank of their expert.",
         _several,
-        _alltoall,
+        lambda world, mine: world.alltoall(mine),
     ),
-    Collective(
+    Demonstration(
         "send and receive",
         "each rank sends to the next; not a collective, but the basis of them",
         "pipelines, whose stages send activations; the steps of a ring allreduce.",

@@ -100,12 +100,12 @@ NEEDS = {"collectives": TIME, "libraries": TIME, "ranks": STUDY, "gradient_mb": 
 
 
 @dataclass(frozen=True)
-class Result:
-    """Output of rank 0: text, JSON, sections of the page, and plot."""
+class ProgramOutput:
+    """Output of rank 0: text, JSON, section of the page, and plot."""
 
     text: str
-    data: dict[str, Any]
-    sections: Callable[[], Sequence[Section]]
+    data: dict[str, object]
+    section: Callable[[], Section]
     figure: Callable[[], Any] | None = None
 
 
@@ -183,16 +183,16 @@ def connect() -> Mpi4py:
     return Mpi4py()
 
 
-def show_lesson(ranks: Mpi4py) -> Result:
+def show_lesson(ranks: Mpi4py) -> ProgramOutput:
     """Perform each collective once on small arrays; all ranks together."""
     from hvdtrain.commands.collectives import lesson
 
     outcomes = lesson.run_all(ranks.world)
     data = {"ranks": ranks.size, "lesson": [outcome.to_json() for outcome in outcomes]}
-    return Result(lesson.text(outcomes), data, lambda: [lesson.section(outcomes)])
+    return ProgramOutput(lesson.text(outcomes), data, partial(lesson.section, outcomes))
 
 
-def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
+def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput:
     """Time each collective of each library; all ranks together.
 
     Raises:
@@ -212,15 +212,15 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> Result:
     hosts = len(set(ranks.gather(socket.gethostname().encode())))
     times = timing.JobTimes(ranks.size, hosts, backends)
     ranks.on_root(lambda: report.check_measured(times))
-    return Result(
+    return ProgramOutput(
         report.time_text(times),
         asdict(times),
-        partial(report.time_sections, times),
+        partial(report.time_section, times),
         partial(report.time_figure, times),
     )
 
 
-def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> Result:
+def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput:
     """Compare allreduce algorithms; all ranks together.
 
     Raises:
@@ -244,10 +244,10 @@ def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> Result:
         options.gradient_mb or study.GRADIENT,
         options.seconds or study.SECONDS,
     )
-    return Result(
+    return ProgramOutput(
         report.study_text(measured) if ranks.is_root else "",  # the rows are on rank 0
         asdict(measured),
-        partial(report.study_sections, measured),
+        partial(report.study_section, measured),
         partial(report.study_figure, measured),
     )
 
@@ -264,7 +264,7 @@ def _chosen(requested: Sequence[str] | None, known: Sequence[str], option: str) 
     return requested or known
 
 
-def publish(result: Result, options: argparse.Namespace, size: int) -> None:
+def publish(result: ProgramOutput, options: argparse.Namespace, size: int) -> None:
     """Write plot and page if requested, and print the result."""
     written: list[Path] = []
     if options.plot and result.figure:
@@ -274,7 +274,7 @@ def publish(result: Result, options: argparse.Namespace, size: int) -> None:
     if options.html:
         from hvdtrain.system.output.page import render, write
 
-        html = render(TEMPLATE, subject="", ranks=plural(size, "rank"), sections=result.sections())
+        html = render(TEMPLATE, subject="", ranks=plural(size, "rank"), part=result.section())
         write(options.html, html)
         written.append(options.html)
     text = "\n".join([result.text, *([""] if written else []), *map(str, written)])

@@ -38,10 +38,10 @@ def time_text(times: JobTimes) -> str:
     return "\n\n".join(parts)
 
 
-def time_sections(times: JobTimes) -> list[Section]:
+def time_section(times: JobTimes) -> Section:
     """Return the section of the page."""
     plot = plots.inline(time_figure(times))
-    return [Section("Duration", left_out(times), plot, time_tables(times))]
+    return Section("Duration", left_out(times), plot, time_tables(times))
 
 
 def time_tables(times: JobTimes) -> list[TitledTable]:
@@ -175,11 +175,11 @@ def study_text(study: AllreduceStudy) -> str:
     return "\n\n".join([*parts, "\n".join(map(message, verdict(study)))])
 
 
-def study_sections(study: AllreduceStudy) -> list[Section]:
+def study_section(study: AllreduceStudy) -> Section:
     """Return the section of the page."""
     plot = plots.inline(study_figure(study))
     notes = [headline(study), *verdict(study)]
-    return [Section("Allreduce algorithms", notes, plot, study_tables(study))]
+    return Section("Allreduce algorithms", notes, plot, study_tables(study))
 
 
 def headline(study: AllreduceStudy) -> str:

@@ -17,20 +17,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from hvdtrain.collectives.cost import (
-    RABENSEIFNER,
-    RECURSIVE_DOUBLING,
-    RING,
-    Law,
-    Message,
-    fit,
-)
+from hvdtrain.collectives.cost import RABENSEIFNER, RECURSIVE_DOUBLING, RING, Law, Message, fit
 from hvdtrain.collectives.mpi4py import wait_for_all
 from hvdtrain.commands.collectives import algorithms
 from hvdtrain.commands.collectives.algorithms import (
@@ -46,14 +40,7 @@ from hvdtrain.commands.collectives.algorithms import (
 from hvdtrain.commands.collectives.timing import ELEMENT, repeats_for
 from hvdtrain.errors import HvdtrainError
 
-SIZES = (
-    4,
-    2**10,
-    16 * 2**10,
-    256 * 2**10,
-    2**21,
-    16 * 2**20,
-)  # bytes, in addition to the gradient size
+SIZES = (4, 2**10, 2**14, 2**18, 2**21, 2**24)  # bytes, in addition to the gradient size
 SECONDS = 1.0  # for all algorithms, per size and number of ranks
 GRADIENT = 102 * 10**6  # bytes of ResNet-50's 25.6 million weights in float32
 
@@ -110,7 +97,7 @@ def candidates(world: World) -> tuple[list[Algorithm], list[str]]:
         ("hierarchical", hierarchical, None),
     )
     for name, run, law in implemented:
-        compared.append(Algorithm(f"{name}, ours", OWN, _on(world, run), law))
+        compared.append(Algorithm(f"{name}, ours", OWN, partial(run, world), law))
     return compared, notes
 
 
@@ -123,10 +110,6 @@ def _of_open_mpi(world: World, number: int) -> Algorithm:
         OPEN_MPI_LAWS.get(number),
         variables(number),
     )
-
-
-def _on(world: World, run: algorithms.Algorithm) -> Callable[[Floats], object]:
-    return lambda data: run(world, data)
 
 
 def variables(number: int) -> dict[str, str]:

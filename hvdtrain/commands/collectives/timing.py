@@ -10,7 +10,6 @@ would use cores of the next.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import statistics
 import time
@@ -289,11 +288,10 @@ def _row(
     """Return the row of ``operation``, which has been warmed up."""
     estimate = _together(mpi, lambda: _once(backend, operation))
     # The same number on all ranks.
-    repeats = int(mpi.gather(str(repeats_for(estimate, budget, LONGEST)).encode())[0])
+    repeats = mpi.gather_json(repeats_for(estimate, budget, LONGEST))[0]
     # Synchronize before each repeat, as otherwise the root of a broadcast would run ahead.
     mine = [_together(mpi, lambda: _once(backend, operation)) for _ in range(repeats)]
-    all_ranks = [json.loads(times) for times in mpi.gather(json.dumps(mine).encode())]
-    slowest = [max(times) for times in zip(*all_ranks, strict=True)]
+    slowest = [max(times) for times in zip(*mpi.gather_json(mine), strict=True)]
     median = statistics.median(slowest)
     row = TimeRow(collective, size, repeats, median, min(slowest), max(slowest))
     if collective != "allreduce":

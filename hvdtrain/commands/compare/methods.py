@@ -19,10 +19,10 @@ from hvdtrain.commands.study.command_options import (
     value_of,
     without_option,
 )
-from hvdtrain.commands.study.engine import StudyOptions
+from hvdtrain.commands.study.engine import RESULTS, StudyOptions
 from hvdtrain.config.command_line import parse
 from hvdtrain.config.declare import option
-from hvdtrain.config.strategies import ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
+from hvdtrain.config.strategies import ONE_PROCESS, PACKAGES, STRATEGIES
 from hvdtrain.config.values import names, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
@@ -39,7 +39,11 @@ DEFAULTS = (AUTO, NONE)
 COMPRESSION = "--compression"
 # Options that are set by the comparison for all methods, and so not allowed for a single one.
 SHARED = (
-    *("--strategy", "--framework", "--precision", "--batch-size", "--global-batch-size"),
+    "--strategy",
+    "--framework",
+    "--precision",
+    "--batch-size",
+    "--global-batch-size",
     "--config",  # it may set any of these
 )
 
@@ -84,10 +88,6 @@ class Method:
         """Whether it is one process with all devices of its host: ``nn.DataParallel``."""
         return self.strategy != ONE_PROCESS.name and self.ranks == 1
 
-    def shares_baseline(self, method: Method) -> bool:
-        """Return whether both have the same baseline."""
-        return (self.framework, self.precision) == (method.framework, method.precision)
-
 
 def entries(text: str) -> tuple[str, ...]:
     """Read ``a --x 1,2,b`` as strategies with their options; values may contain commas."""
@@ -123,6 +123,9 @@ class CompareOptions(StudyOptions):
         choices=("max",),
         metavar="{max}",
     )
+    out: Path | None = option(
+        None, f"{RESULTS} (default: {OUT})", Path, group="report", metavar="DIR"
+    )
     csv: Path | None = option(
         None, "additional file for the table", Path, group="report", metavar="FILE"
     )
@@ -149,11 +152,18 @@ def choose(options: CompareOptions, words: Sequence[str]) -> list[Method]:
             raise UsageError(f"--frameworks {framework}: choose from {', '.join(PACKAGES)}")
     ranks = options.ranks or RANKS
     methods = [
-        Method(name, framework, precision, compression, _ranks(name, ranks), own_options)
+        Method(
+            name,
+            framework,
+            precision,
+            compression,
+            ranks if STRATEGIES[name].launchers else 1,
+            strategy_options,
+        )
         for framework in frameworks
         for precision in precisions
         for name, words_of_strategy in _strategies(options.strategies or (ALL,))
-        for compression, own_options in _compressions(name, words_of_strategy, requested)
+        for compression, strategy_options in _compressions(name, words_of_strategy, requested)
     ]
     return list(dict.fromkeys(methods))
 
@@ -186,19 +196,13 @@ def _compressions(
     The compression is that of the options or the command; by default, none, and also the first
     supported one if the strategy has no options.
     """
-    record, compression = STRATEGIES.get(name), value_of(options, COMPRESSION)
-    types = record.compressions if record else ()
+    types, compression = STRATEGIES[name].compressions, value_of(options, COMPRESSION)
     remaining = shlex.join(without_option(options, COMPRESSION))
     if compression is not None:
         return [(compression, remaining)]
     if requested is not None:
         return [(requested if types else NONE, remaining)]
     return [(value, remaining) for value in (NONE, *(() if remaining else types[:1]))]
-
-
-def _ranks(name: str, ranks: int) -> int:
-    record = STRATEGIES.get(name)
-    return ranks if record is None or record.launchers else 1
 
 
 def unavailable_reason(method: Method) -> str:
@@ -211,10 +215,6 @@ def unavailable_reason(method: Method) -> str:
         return f"{package} is not installed: pip install 'hvdtrain[{framework}]'"
     if framework in record.requires and not is_installed(record.requires[framework]):
         return f"{record.library} is not installed for {framework}: {record.remedy}"
-    return _too_old(record, framework)
-
-
-def _too_old(record: Strategy, framework: str) -> str:
     try:
         if framework in record.oldest:
             check_version(record, framework, importlib.metadata.version(PACKAGES[framework]))

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from hvdtrain.commands.compare.methods import Method
-from hvdtrain.commands.compare.table import Row
+from hvdtrain.commands.compare.table import MethodResult
 from hvdtrain.commands.study.curves import Evaluation, Target, draw_evaluations
 from hvdtrain.system.output import plots
 
@@ -20,7 +20,7 @@ SERIES = len(plots.COLOURS)
 
 
 def draw(
-    rows: Sequence[Row],
+    rows: Sequence[MethodResult],
     stem: Path,
     lines: Sequence[tuple[str, Sequence[Evaluation]]] = (),
     target: Target | None = None,
@@ -52,7 +52,7 @@ def draw(
     return plots.save(figure, stem)
 
 
-def panel_figures(rows: Sequence[Row], unit: str = "images") -> Iterator[tuple[str, Any]]:
+def panel_figures(rows: Sequence[MethodResult], unit: str = "images") -> Iterator[tuple[str, Any]]:
     """Yield each panel as (title, figure); the caller closes the figures."""
     plots.style()
     for name, panel_rows in _panels(rows):
@@ -61,14 +61,14 @@ def panel_figures(rows: Sequence[Row], unit: str = "images") -> Iterator[tuple[s
         yield name, figure
 
 
-def _panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+def _panels(rows: Sequence[MethodResult]) -> list[tuple[str, list[MethodResult]]]:
     speed = [row for row in rows if row.images_per_second]
     memory = [row for row in speed if row.peak_memory_bytes]
     panels = [("Throughput", speed), ("Memory and speed", memory)]
     return [(name, panel_rows) for name, panel_rows in panels if panel_rows]
 
 
-def names(rows: Sequence[Row] | Sequence[Method]) -> list[str]:
+def names(rows: Sequence[MethodResult] | Sequence[Method]) -> list[str]:
     """Return the names of the rows, with framework and precision if these differ."""
     labels = []
     several = [len({getattr(row, key) for row in rows}) > 1 for key in ("framework", "precision")]
@@ -78,13 +78,8 @@ def names(rows: Sequence[Row] | Sequence[Method]) -> list[str]:
     return labels
 
 
-def _kinds(rows: Sequence[Row]) -> list[tuple[str, str | None]]:
-    """Return the pairs of framework and precision, without duplicates: one colour for each."""
-    return list(dict.fromkeys((row.framework, row.precision) for row in rows))
-
-
-def _throughput(axes: Any, rows: Sequence[Row], unit: str) -> None:
-    kinds = _kinds(rows)
+def _throughput(axes: Any, rows: Sequence[MethodResult], unit: str) -> None:
+    kinds = list(dict.fromkeys((row.framework, row.precision) for row in rows))  # a colour for each
     rates = [row.images_per_second or 0.0 for row in rows]
     pairs = list(zip(rates, rows, strict=True))
     low = [rate - (row.images_per_second_lowest or rate) for rate, row in pairs]
@@ -106,15 +101,11 @@ def _throughput(axes: Any, rows: Sequence[Row], unit: str) -> None:
     axes.set_xlabel(f"{unit}/s" + ("; speed-up over one process" if compared else ""))
 
 
-def _marker(number: int) -> str:
-    """Return the marker of a row; it changes when the colours repeat."""
-    return plots.MARKERS[(number + number // SERIES) % SERIES]
-
-
-def _memory(axes: Any, rows: Sequence[Row], unit: str) -> None:
+def _memory(axes: Any, rows: Sequence[MethodResult], unit: str) -> None:
     points = [(row.images_per_second or 0.0, (row.peak_memory_bytes or 0) / GIB) for row in rows]
     for number, (point, name) in enumerate(zip(points, names(rows), strict=True)):
-        style = {"color": plots.COLOURS[number % SERIES], "marker": _marker(number)}
+        marker = plots.MARKERS[(number + number // SERIES) % SERIES]  # as the colours repeat
+        style = {"color": plots.COLOURS[number % SERIES], "marker": marker}
         axes.scatter(*point, s=MARKER, label=name, zorder=3, **style)
     right, top = (1.1 * max(values) for values in zip(*points, strict=True))
     axes.set_xlim(0, right)

@@ -33,7 +33,7 @@ Curve = dict[int, float]  # training loss by step
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodResult:
     """The results of a method, with the keys of ``--json``; None: unknown.
 
     Throughput and seconds are medians over the repeats, memory is the maximum.
@@ -71,7 +71,9 @@ class Row:
         return short_label(self.strategy, self.options, self.compression)
 
 
-def report_text(head: str, rows: Sequence[Row], files: Sequence[Path], unit: str = "images") -> str:
+def report_text(
+    head: str, rows: Sequence[MethodResult], files: Sequence[Path], unit: str = "images"
+) -> str:
     """Return the report: the table, the meaning of its columns, and the unavailable methods."""
     header, cells = figures(rows, unit)
     parts = [message(head)]
@@ -88,7 +90,7 @@ def make_rows(
     methods: Sequence[Method] | None = None,
     folder: Path | None = None,
     target: Target | None = None,
-) -> list[Row]:
+) -> list[MethodResult]:
     """Return a row per method, in order.
 
     Args:
@@ -113,11 +115,12 @@ def make_rows(
 
 
 def _compare_with_baseline(
-    rows: dict[Method, Row], losses: dict[tuple[Method, int], Curve]
+    rows: dict[Method, MethodResult], losses: dict[tuple[Method, int], Curve]
 ) -> None:
     """Set the fields of each row that compare it with its baseline."""
     for method, row in rows.items():
-        base = next((m for m in rows if m.is_baseline and m.shares_baseline(method)), None)
+        kind = method.framework, method.precision
+        base = next((m for m in rows if m.is_baseline and (m.framework, m.precision) == kind), None)
         if base is None or not row.available:
             continue
         distances = [
@@ -132,10 +135,10 @@ def _compare_with_baseline(
         )
 
 
-def _row(method: Method, trials: Sequence[Trial]) -> Row:
+def _row(method: Method, trials: Sequence[Trial]) -> MethodResult:
     summaries = [trial.summary for trial in trials if trial.summary]
     precision = None if method.precision == AUTO else method.precision
-    row = Row(
+    row = MethodResult(
         strategy=method.strategy,
         framework=method.framework,
         precision=precision,
@@ -219,10 +222,12 @@ def distance(a: Curve, b: Curve) -> float | None:
     return max((abs(a[step] - b[step]) for step in a.keys() & b.keys()), default=None)
 
 
-def csv_text(rows: Sequence[Row]) -> str:
+def csv_text(rows: Sequence[MethodResult]) -> str:
     """Return the rows as CSV, with the keys of the JSON as column names."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
+    writer = csv.DictWriter(
+        text, [field.name for field in fields(MethodResult)], lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(asdict(row) for row in rows)
     return text.getvalue()
@@ -264,7 +269,7 @@ COLUMNS = (
 )
 
 
-def figures(rows: Sequence[Row], unit: str = "images") -> Table:
+def figures(rows: Sequence[MethodResult], unit: str = "images") -> Table:
     """Return the table of the available rows, without empty columns.
 
     Args:
@@ -299,7 +304,7 @@ def notes(header: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in texts.items() if name in header]
 
 
-def unavailable(rows: Sequence[Row]) -> list[str]:
+def unavailable(rows: Sequence[MethodResult]) -> list[str]:
     """Return a line per unavailable row."""
     lines = []
     for row in rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Trial:
     reason: str = ""  # if there is no summary
     failed: bool = False  # the method is available, but the run failed
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the JSON of its line."""
         content = {**vars(self), "method": asdict(self.method)}
         return {**content, "summary": self.summary and self.summary.to_json()}
@@ -122,6 +122,7 @@ class Comparison:
             UsageError: the complete runs belong to another comparison.
         """
         trials = read_trials(self.options.folder)
+        self._check_names(trial.method for trial in trials)
         for trial in trials:
             engine.check_continues(
                 self.options.folder,
@@ -136,6 +137,17 @@ class Comparison:
                 ],
             )
         return self.plan.missing({(t.method.name, t.repeat) for t in trials if t.summary})
+
+    def _check_names(self, recorded: Iterable[Method]) -> None:
+        """Reject methods whose files would replace those of another one: ``--x 1``, ``--x=1``."""
+        by_name: dict[str, Method] = {}
+        for method in (*self.methods, *recorded):
+            other = by_name.setdefault(method.name, method)
+            if other != method and other in self.methods:
+                raise UsageError(
+                    f"--strategies {other.label!r}: the names of its files are those of "
+                    f"{method.label!r}; write its options as there, or use another --out"
+                )
 
     def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
         """Append a run, or the reason for its absence, to the records.

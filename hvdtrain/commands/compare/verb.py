@@ -9,13 +9,14 @@ from dataclasses import asdict
 
 from hvdtrain.commands.compare.methods import CompareOptions, Method
 from hvdtrain.commands.compare.trials import LINES, find_largest, make_comparison, read_trials
-from hvdtrain.commands.study.engine import NO_COMMAND
+from hvdtrain.commands.study.command_options import NO_COMMAND
 from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.steps.summary import nan_to_null, unit_of
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page, plural
+from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
 log = logging.getLogger(__name__)
@@ -45,24 +46,25 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         UsageError: an option or the command is wrong, or runs are not comparable.
     """
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    options = from_namespace(CompareOptions, arguments)
-    if not words:
+    options, methods = from_namespace(CompareOptions, arguments), None
+    if words:
+        comparison = make_comparison(options, words)
+        methods, missing = comparison.methods, comparison.missing()
+        if options.dry_run:
+            return comparison.plan.show(missing)
+        if runs := sum(not variant.unavailable for variant, _ in missing):
+            hint = "" if options.strategies else "; use --strategies a,b for fewer"
+            log.info("%s%s; time estimate after the first run", plural(runs, "run"), hint)
+        with termination_as_interrupt():  # the ranks must not outlive this process
+            comparison.plan.carry_out(missing, comparison.record)
+            if options.batch_size:
+                find_largest(comparison)
+    else:
         chosen = (options.strategies, options.precision, options.frameworks, options.ranks)
         if any((*chosen, options.repeat, options.batch_size, options.dry_run)):
             raise UsageError(NO_COMMAND)
-        return report(options)
-    comparison = make_comparison(options, words)
-    missing = comparison.missing()
-    if options.dry_run:
-        return comparison.plan.show(missing)
-    if runs := sum(not variant.unavailable for variant, _ in missing):
-        hint = "" if options.strategies else "; use --strategies a,b for fewer"
-        log.info("%s%s; time estimate after the first run", plural(runs, "run"), hint)
-    with termination_as_interrupt():  # the ranks must not outlive this process
-        comparison.plan.carry_out(missing, comparison.record)
-        if options.batch_size:
-            find_largest(comparison)
-    return report(options, comparison.methods)
+    with terminal.working("drawing and writing the results"):
+        return report(options, methods)
 
 
 def report(options: CompareOptions, methods: Sequence[Method] | None = None) -> Report:

@@ -25,12 +25,7 @@ LOSS = "step_loss"  # training loss since the previous record, not since the sta
 
 def first(runs: Sequence[TrainingCurves]) -> list[TrainingCurves]:
     """Return the runs for one plot, at most ``MOST``: first repeats before later ones."""
-
-    def repeat_and_ranks(run: TrainingCurves) -> tuple[int, int]:
-        ranks, repeat = _ranks_and_repeat(run.path)
-        return repeat, ranks
-
-    return sorted(runs, key=repeat_and_ranks)[:MOST]
+    return sorted(runs, key=lambda run: _ranks_and_repeat(run.path)[::-1])[:MOST]
 
 
 def _ranks_and_repeat(path: Path) -> tuple[int, int]:
@@ -151,7 +146,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-def _style(number: int, index: int) -> dict[str, Any]:
+def _style(number: int, index: int) -> dict[str, object]:
     """Return the colour and marker of a run; its second line is dashed, with hollow markers."""
     style = {**plots.series(number), "linestyle": plots.LINES[index]}
     return {**style, "markerfacecolor": "white"} if index else style

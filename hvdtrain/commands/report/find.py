@@ -19,7 +19,7 @@ from hvdtrain.commands.scaling.runs import (
     read_folder,
     read_table,
 )
-from hvdtrain.commands.study.curves import Record, TrainingCurves, read_curves
+from hvdtrain.commands.study.curves import TrainingCurves, read_curves
 from hvdtrain.commands.timeline.facts import TimelineFacts
 from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import HvdtrainError
@@ -56,14 +56,24 @@ class _State:
     metrics: _Metrics | None = None
 
 
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """A checkpoint, from its ``state.json`` and its size."""
+
+    step: Any
+    epoch: Any
+    accuracy: float | None
+    bytes: int
+
+
 @dataclass
-class Contents:
+class DirectoryResults:
     """The results in a directory, with paths relative to it."""
 
     folder: Path
     summaries: dict[Path, Summary] = field(default_factory=dict)
     curves: list[TrainingCurves] = field(default_factory=list)
-    checkpoints: dict[Path, Record] = field(default_factory=dict)
+    checkpoints: dict[Path, CheckpointSummary] = field(default_factory=dict)
     timelines: dict[Path, TimelineFacts] = field(default_factory=dict)
     pictures: list[Path] = field(default_factory=list)
     study: Study | None = None
@@ -83,9 +93,9 @@ class Contents:
         }
 
 
-def look(folder: Path) -> Contents:
+def look(folder: Path) -> DirectoryResults:
     """Return the results in ``folder`` and its subdirectories."""
-    contents = Contents(folder)
+    contents = DirectoryResults(folder)
     for path in _files(folder):
         relative = path.relative_to(folder)
         if path.parent.name == PICTURES and path.suffix == ".jpg" and is_regular(path):
@@ -135,7 +145,7 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(directory, name) for name in sorted(names) if not name.startswith("."))
 
 
-def _json(path: Path, relative: Path, contents: Contents) -> None:
+def _json(path: Path, relative: Path, contents: DirectoryResults) -> None:
     """Add a summary or a timeline; other files are ignored."""
     with path.open("rb") as file:
         start = file.read(64).lstrip()
@@ -149,7 +159,7 @@ def _json(path: Path, relative: Path, contents: Contents) -> None:
             contents.summaries[relative] = Summary.from_json(content, needed=["world_size"])
 
 
-def _outside_timeline(name: str | None, summary: Path, contents: Contents) -> None:
+def _outside_timeline(name: str | None, summary: Path, contents: DirectoryResults) -> None:
     """Add the timeline that a summary names, if it is outside the folder."""
     if not name:
         return
@@ -163,8 +173,8 @@ def _outside_timeline(name: str | None, summary: Path, contents: Contents) -> No
         timelines[path.resolve()], _ = analyse(path)
 
 
-def _checkpoint(path: Path) -> Record:
-    """Return the row of a checkpoint, from its ``state.json`` and its size.
+def _checkpoint(path: Path) -> CheckpointSummary:
+    """Return the summary of a checkpoint, whose state is at ``path``.
 
     Raises:
         ValueError: the file is not a checkpoint state.
@@ -175,12 +185,12 @@ def _checkpoint(path: Path) -> Record:
     state = typed(_State, content)
     if state.step is None:
         raise ValueError("not a checkpoint state: missing step")
-    return {
-        "step": state.step,
-        "epoch": state.position and state.position.epoch,
-        "accuracy": state.metrics and state.metrics.accuracy,
-        "bytes": sum(file.stat().st_size for file in path.parent.iterdir()),
-    }
+    return CheckpointSummary(
+        state.step,
+        state.position.epoch if state.position else None,
+        state.metrics.accuracy if state.metrics else None,
+        sum(file.stat().st_size for file in path.parent.iterdir()),
+    )
 
 
 def _study(folder: Path) -> Study | None:

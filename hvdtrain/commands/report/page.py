@@ -11,11 +11,11 @@ from hvdtrain.commands.compare import plot as compare_plot
 from hvdtrain.commands.compare import table as compare_table
 from hvdtrain.commands.compare.trials import Trial
 from hvdtrain.commands.report import curve_plot
-from hvdtrain.commands.report.find import Contents
+from hvdtrain.commands.report.find import CheckpointSummary, DirectoryResults
 from hvdtrain.commands.scaling import plot, report
 from hvdtrain.commands.scaling.results import Study, title
 from hvdtrain.commands.scaling.runs import SPLIT
-from hvdtrain.commands.study.curves import Record, TrainingCurves
+from hvdtrain.commands.study.curves import TrainingCurves
 from hvdtrain.commands.study.engine import CURVES, file_path, run_stem
 from hvdtrain.commands.timeline import report as timeline_report
 from hvdtrain.commands.timeline.facts import TimelineFacts
@@ -30,7 +30,7 @@ FEW = 3  # maximum number of runs with separate sections
 Rows = list[tuple[str, str]]
 
 
-def render(contents: Contents) -> str:
+def render(contents: DirectoryResults) -> str:
     """Return the HTML of the page."""
     folder, summaries, trials = contents.folder, contents.summaries, contents.comparison
     shown = curve_plot.first(contents.curves)
@@ -62,7 +62,7 @@ def _inline(path: Path) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def _title(contents: Contents) -> str:
+def _title(contents: DirectoryResults) -> str:
     if contents.study:
         return "Scaling study"
     if contents.comparison:
@@ -74,7 +74,7 @@ def _title(contents: Contents) -> str:
     return f"Training: {names.pop()}" if len(names) == 1 else "Training"
 
 
-def _methods(contents: Contents) -> dict[Path, str]:
+def _methods(contents: DirectoryResults) -> dict[Path, str]:
     """Return the labels of a comparison's runs, by the paths of their curves."""
     labels = compare_plot.names([trial.method for trial in contents.comparison])
     return {
@@ -83,7 +83,7 @@ def _methods(contents: Contents) -> dict[Path, str]:
     }
 
 
-def _runs(contents: Contents) -> list[dict[str, Any]]:
+def _runs(contents: DirectoryResults) -> list[dict[str, object]]:
     """Return the sections of runs: from their summaries, or from their curves without these."""
     summaries, all_curves = contents.summaries, contents.curves
     if not summaries and not contents.study and len(all_curves) <= FEW:
@@ -98,7 +98,7 @@ def _runs(contents: Contents) -> list[dict[str, Any]]:
     return [_run(label, summary, single) for label, summary in runs]
 
 
-def _run(name: str, summary: Summary, curves: TrainingCurves | None) -> dict[str, Any]:
+def _run(name: str, summary: Summary, curves: TrainingCurves | None) -> dict[str, object]:
     """Return the section of a run; ``curves``: the curves of the same run, if known."""
     tables = (
         ("Result", _result(summary)),
@@ -180,15 +180,15 @@ def _flat(value: Any, prefix: str = "") -> Rows:
 
 def _run_table(summaries: Mapping[Path, Summary], unit: str) -> Table:
     """Return a table with a row per run."""
-    counted = ["run", "ranks", "hosts", "global batch", "steps", f"{unit}/s"]
-    header = [*counted, "test accuracy", "time"]
+    names = ["run", "ranks", "hosts", "global batch", "steps"]
+    header = [*names, f"{unit}/s", "test accuracy", "time"]
     rows = []
     for path, run in summaries.items():
         rate, seconds = run.images_per_second_mean, run.seconds_total
         counts = (run.world_size, run.hosts, run.global_batch_size, run.steps_completed)
         speed, time = number(rate) if rate else "-", duration(seconds) if seconds else "-"
-        result = [speed, _accuracy(run.eval_accuracy), time]
-        rows.append([printable(path), *map(_plain, counts), *result])
+        accuracy = _accuracy(run.eval_accuracy)
+        rows.append([printable(path), *map(_plain, counts), speed, accuracy, time])
     return header, rows
 
 
@@ -206,7 +206,7 @@ def _common(summaries: Mapping[Path, Summary]) -> list[tuple[str, Rows]]:
     return tables
 
 
-def _study(study: Study) -> dict[str, Any]:
+def _study(study: Study) -> dict[str, object]:
     plots.style()
     split = report.step_table(study.sizes)
     tables = [("Throughput", report.size_table(study.sizes, study.unit))]
@@ -226,7 +226,7 @@ def _study(study: Study) -> dict[str, Any]:
     }
 
 
-def _comparison(trials: Sequence[Trial], folder: Path) -> dict[str, Any]:
+def _comparison(trials: Sequence[Trial], folder: Path) -> dict[str, object]:
     rows = compare_table.make_rows(trials, folder=folder)
     unit = unit_of(trial.summary for trial in trials)
     header, cells = compare_table.figures(rows, unit)
@@ -239,17 +239,17 @@ def _comparison(trials: Sequence[Trial], folder: Path) -> dict[str, Any]:
     }
 
 
-def _checkpoints(checkpoints: Mapping[Path, Record]) -> Table | None:
+def _checkpoints(checkpoints: Mapping[Path, CheckpointSummary]) -> Table | None:
     if not checkpoints:
         return None
-    rows = []
-    for path, row in checkpoints.items():
-        counts = [_plain(row["step"]), _plain(row["epoch"])]
-        rows.append([printable(path), *counts, _accuracy(row["accuracy"]), size(row["bytes"])])
+    rows = [
+        [printable(path), _plain(c.step), _plain(c.epoch), _accuracy(c.accuracy), size(c.bytes)]
+        for path, c in checkpoints.items()
+    ]
     return ["checkpoint", "step", "completed epochs", "test accuracy", "size"], rows
 
 
-def _timeline(path: Path, facts: TimelineFacts) -> dict[str, Any]:
+def _timeline(path: Path, facts: TimelineFacts) -> dict[str, object]:
     """Return heading, verdict and tables of a timeline.
 
     With its response cache enabled, Horovod records lateness only in the first steps, which start
@@ -257,10 +257,9 @@ def _timeline(path: Path, facts: TimelineFacts) -> dict[str, Any]:
     """
     tables = [timeline_report.states(facts)]
     tables += [timeline_report.lateness(facts)] if facts.lateness.recorded else []
-    head = timeline_report.head(facts)
     return {
         "path": printable(path),
-        "head": head,
+        "head": timeline_report.head(facts),
         "verdict": facts.verdict,
         "tables": tables,
     }

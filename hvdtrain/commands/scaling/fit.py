@@ -1,4 +1,4 @@
-"""Fit the cost model to measured steps with ``scipy.optimize.curve_fit``, once per law.
+"""Fit the cost model to measured steps with ``scipy.optimize.least_squares``, once per law.
 
 The data are the measured seconds per step, or its parts if known, and optionally a table of
 allreduce times; at least three numbers of ranks are needed to distinguish computing, latency and
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import curve_fit
+from scipy.optimize import least_squares
 
 from hvdtrain.collectives.cost import Law
 from hvdtrain.commands.scaling.cost_model import LAWS, Candidate, Costs, Fit, Traffic
@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class AllreduceTime:
     """A row of a table of allreduce times."""
 
     ranks: int
@@ -73,7 +73,7 @@ def fit(
     steps: Sequence[Step],
     *,
     strong: bool = False,
-    reductions: Sequence[Reduction] = (),
+    reductions: Sequence[AllreduceTime] = (),
     traffic: Traffic | None = None,
     samples: int = SAMPLES,
 ) -> Fit:
@@ -151,7 +151,7 @@ def _rows(steps: Sequence[Step], strong: bool) -> list[_Row]:
     return rows
 
 
-def _table_row(row: Reduction, traffic: Traffic) -> _Row:
+def _table_row(row: AllreduceTime, traffic: Traffic) -> _Row:
     def model(law: Law, costs: Costs) -> float:
         latency = costs.latency / traffic.messages * law.hops(row.ranks)
         return latency + costs.transfer * law.volume(row.ranks) * row.nbytes / traffic.nbytes
@@ -185,20 +185,16 @@ class _Problem:
 
     def solve(self, start: Any, ratios: Any) -> Any:
         """Return the vector that fits the measured seconds times ``ratios`` best."""
-        values, _ = curve_fit(
-            lambda _, *values: self._modelled(values),
-            np.arange(len(self.rows)),
-            ratios,
-            start,
-            sigma=self.errors,
-            absolute_sigma=True,
-            bounds=(1e-9 * self.scale * (np.arange(len(start)) == 0), self.most),
+        weights, least = 1.0 / self.errors, 1e-9 * self.scale * (np.arange(len(start)) == 0)
+        return least_squares(
+            lambda values: weights * (self._modelled(values) - ratios),
+            np.clip(start, least, self.most),  # a solution may be at a bound, but for rounding
+            bounds=(least, self.most),
             x_scale=self.scale,
             ftol=TOLERANCE,
             xtol=TOLERANCE,
             gtol=TOLERANCE,
-        )
-        return values
+        ).x
 
     def _modelled(self, values: Sequence[float]) -> Any:
         """Return the modelled seconds over the measured ones."""
@@ -209,7 +205,7 @@ class _Problem:
         return float(np.sum(((self._modelled(values) - 1) / self.errors) ** 2))
 
 
-def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Reduction]:
+def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[AllreduceTime]:
     """Read tables of allreduce times: the rows of the library that ``strategy`` trains with.
 
     A file has the output of ``hvdtrain doctor -n N --json``, or of
@@ -219,7 +215,7 @@ def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Reducti
     Raises:
         UsageError: a file has neither format, or has no rows of any library.
     """
-    reductions: list[Reduction] = []
+    reductions: list[AllreduceTime] = []
     libraries = STRATEGIES.get(strategy or DEFAULT.name, ONE_PROCESS).gradient_libraries
     for path in paths:
         try:
@@ -229,7 +225,7 @@ def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Reducti
             tables = {name: backend.get("rows") for name, backend in times["backends"].items()}
             rows = next((tables[name] for name in (*libraries, *FASTEST) if tables.get(name)), ())
             rows = [row for row in rows if row.get("collective", ALLREDUCE) == ALLREDUCE]
-            table = [Reduction(ranks, int(row["bytes"]), float(row["seconds"])) for row in rows]
+            table = [AllreduceTime(ranks, int(row["bytes"]), float(row["seconds"])) for row in rows]
         except OSError as error:
             raise UsageError(f"--allreduce {path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:

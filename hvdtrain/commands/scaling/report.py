@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,20 +10,20 @@ from typing import Any
 from hvdtrain.commands.scaling import plot
 from hvdtrain.commands.scaling.cost_model import NOTABLE, Fit, Forecast, Parts
 from hvdtrain.commands.scaling.fit import UNKNOWN_ERROR, read_reductions
-from hvdtrain.commands.scaling.results import WIDEST, LeftOut, RankResult, Study, make_study, title
+from hvdtrain.commands.scaling.results import WIDEST, RankResult, Study, make_study, title
 from hvdtrain.commands.scaling.runs import (
     SPLIT,
     STRONG,
     TABLE,
     WEAK,
-    Run,
+    MeasuredRun,
     check_comparable,
+    read_evaluations,
     table_text,
 )
 from hvdtrain.commands.scaling.sweep import ScalingOptions
 from hvdtrain.commands.study import curves
-from hvdtrain.commands.study.curves import Evaluation, Target
-from hvdtrain.commands.study.engine import CURVES, file_path, make_folder, run_stem
+from hvdtrain.commands.study.engine import make_folder
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import Table, entry, known, message, paragraph, table
@@ -42,7 +41,7 @@ LIMITS = {
 
 
 def report(
-    runs: Sequence[Run], source: Path, options: ScalingOptions, folder: Path | None
+    runs: Sequence[MeasuredRun], source: Path, options: ScalingOptions, folder: Path | None
 ) -> Report:
     """Evaluate ``runs``, and write table and plots if a folder is given.
 
@@ -69,27 +68,13 @@ def report(
     if folder is not None:
         data["files"] = [str(file) for file in write(study, folder)]
         if target := options.target:
-            times = curves.target_results(_evaluations(runs, folder, target), folder, target)
+            evaluated = read_evaluations(runs, folder, target.metric)
+            times = curves.target_results(evaluated, folder, target)
             data["target"] = curves.target_data(times, target)
             sections.append(curves.target_text(times, target))
             data["files"] += map(str, curves.draw_target(times, target, folder))
         sections.append(message("written: " + ", ".join(data["files"])))
     return Report("\n\n".join(sections), data)
-
-
-def _evaluations(
-    runs: Sequence[Run], folder: Path, target: Target
-) -> dict[int, list[list[Evaluation]]]:
-    """Return the evaluations of each run by ranks; sizes submitted as jobs have subdirectories."""
-    evaluated: dict[int, list[list[Evaluation]]] = {run.ranks: [] for run in runs}
-    for run in runs:
-        for base in (folder, folder / f"ranks-{run.ranks}"):
-            path = file_path(run_stem(base, str(run.ranks), run.repeat), CURVES)
-            with contextlib.suppress(OSError, ValueError):
-                if records := curves.read_curves(path):
-                    evaluated[run.ranks].append(curves.evaluations(records, target.metric))
-                    break
-    return evaluated
 
 
 def write(study: Study, folder: Path) -> list[Path]:
@@ -142,7 +127,7 @@ def study_data(study: Study) -> dict[str, Any]:
     }
 
 
-def _size_data(size: RankResult) -> dict[str, Any]:
+def _size_data(size: RankResult) -> dict[str, object]:
     rate, slowest = size.rate, size.slowest
     return {
         "ranks": size.ranks,
@@ -212,17 +197,16 @@ def step_table(sizes: Sequence[RankResult]) -> Table | None:
             "ranks": _names(sizes),
             "step": [_or_dash(size.seconds, duration) for size in sizes],
             **{part: [_or_dash(s.split.get(part), duration) for s in sizes] for part in SPLIT},
-            "slowest rank": [_slowest(size.slowest) for size in sizes],
+            "slowest rank": [
+                f"rank {size.slowest[0]} in {100 * size.slowest[1]:.0f} %" if size.slowest else "-"
+                for size in sizes
+            ],
         }
     )
 
 
 def _names(sizes: Sequence[RankResult]) -> list[str]:
     return [f"{size.ranks}{'*' * size.oversubscribed}" for size in sizes]
-
-
-def _slowest(value: tuple[int, float] | None) -> str:
-    return "-" if value is None else f"rank {value[0]} in {100 * value[1]:.0f} %"
 
 
 def _or_dash(value: float | None, show: Callable[..., str], *arguments: float) -> str:
@@ -246,10 +230,10 @@ def notes(study: Study) -> str:
             f"{', so excluded from the prediction' * predicted}."
         )
     if all(size.rate.deviation is None for size in study.sizes):
+        assumed = f"; the prediction assumes {100 * UNKNOWN_ERROR:.0f} %" * predicted
         texts.append(
             "Each size ran once, so the errors are unknown (use --repeat 3 to measure them)"
-            + f"; the prediction assumes {100 * UNKNOWN_ERROR:.0f} %" * predicted
-            + "."
+            f"{assumed}."
         )
     if any(size.split for size in study.sizes):
         texts.append(
@@ -264,13 +248,12 @@ def notes(study: Study) -> str:
 
 def _prediction(study: Study) -> list[str]:
     """Return the prediction: the fit, the predicted efficiencies, the possible changes."""
-    sections = [paragraph(fit_text(study))]
-    if study.left_out:
-        sections.append(message(left_out_text(study.left_out, study.unit)))
-    if study.not_predicted:
-        sections.append(paragraph(not_predicted_text(study)))
-    if uncertain := uncertain_text(study):
-        sections.append(paragraph(uncertain))
+    sections = [
+        paragraph(fit_text(study)),
+        message(left_out_text(study)),
+        paragraph(not_predicted_text(study)),
+        paragraph(uncertain_text(study)),
+    ]
     if study.shown:
         expected, changed = (
             table(*prediction_table(study), joined=SPREAD),
@@ -284,18 +267,23 @@ def _prediction(study: Study) -> list[str]:
     return sections
 
 
-def left_out_text(point: LeftOut, unit: str) -> str:
-    """Return the comparison of a measured size with its prediction by a fit without it."""
+def left_out_text(study: Study) -> str:
+    """Return the comparison of the size that was left out with its prediction; empty if none."""
+    point = study.left_out
+    if point is None:
+        return ""
     low, middle, high = point.predicted.low, point.predicted.middle, point.predicted.high
     return (
-        f"Left out of the fit: {plural(point.ranks, 'rank')}, {number(middle)} {unit}/s predicted "
-        f"({number(low)} to {number(high)}), {number(point.measured)} measured: "
+        f"Left out of the fit: {plural(point.ranks, 'rank')}, {number(middle)} {study.unit}/s "
+        f"predicted ({number(low)} to {number(high)}), {number(point.measured)} measured: "
         f"{100 * (middle / point.measured - 1):+.1f} %"
     )
 
 
 def not_predicted_text(study: Study) -> str:
-    """Return the requested numbers of ranks that are not predicted, with the reason."""
+    """Return the requested numbers of ranks that are not predicted, and why; empty if none."""
+    if not study.not_predicted:
+        return ""
     ranks = ", ".join(map(str, study.not_predicted))
     text = f"Not predicted: {ranks} ranks. The largest size measured has {study.sizes[-1].ranks}"
     if study.scaling == STRONG and (batch := study.runs[0].batch):
@@ -305,8 +293,7 @@ def not_predicted_text(study: Study) -> str:
 
 def uncertain_text(study: Study) -> str:
     """Return the numbers of ranks whose prediction is too uncertain; empty if none."""
-    shown = study.shown
-    uncertain = [str(p.ranks) for p in study.predictions if p not in shown]
+    uncertain = [str(p.ranks) for p in study.predictions if p not in study.shown]
     if not uncertain:
         return ""
     return (
@@ -324,8 +311,7 @@ def limit_text(study: Study) -> str:
 
 def prediction_table(study: Study) -> Table:
     """Return the prediction: a row per number of ranks."""
-    shown = study.shown
-    steps = [prediction.parts for prediction in shown]
+    shown, steps = study.shown, [prediction.parts for prediction in study.shown]
     return known(
         {
             "ranks": [str(prediction.ranks) for prediction in shown],
@@ -389,9 +375,8 @@ def fit_text(study: Study) -> str:
 def _costs(study: Study, fit: Fit) -> list[str]:
     """Return a description of the best fit, as phrases."""
     costs, batch = fit.best.costs, study.runs[0].batch
-    phrases = [
-        f"computing takes {duration(costs.compute)} per {'step' if batch else study.unit[:-1]}"
-    ]
+    sample = "step" if batch else study.unit[:-1]
+    phrases = [f"computing takes {duration(costs.compute)} per {sample}"]
     if costs.slowdown >= NOTABLE:
         phrases.append(
             f"on several ranks it takes {100 * costs.slowdown:.0f} % longer (shared memory and "
@@ -409,7 +394,7 @@ def _costs(study: Study, fit: Fit) -> list[str]:
             f"latency {duration(costs.latency)} per hop",
             f"sending the gradients once takes {duration(costs.transfer)}",
         ]
+    hidden = "latency and bandwidth exclude the time overlapped with computing"
     if costs.overlap:
         hidden = f"{100 * costs.overlap:.0f} % of the reduction is overlapped with computing"
-        return [*phrases, hidden]
-    return [*phrases, "latency and bandwidth exclude the time overlapped with computing"]
+    return [*phrases, hidden]

@@ -26,8 +26,15 @@ from hvdtrain.commands.scaling.cost_model import (
     remedies,
     step_at,
 )
-from hvdtrain.commands.scaling.fit import ENOUGH, LEAST_ERROR, UNKNOWN_ERROR, Reduction, Step, fit
-from hvdtrain.commands.scaling.runs import SPLIT, STRONG, Run
+from hvdtrain.commands.scaling.fit import (
+    ENOUGH,
+    LEAST_ERROR,
+    UNKNOWN_ERROR,
+    AllreduceTime,
+    Step,
+    fit,
+)
+from hvdtrain.commands.scaling.runs import SPLIT, STRONG, MeasuredRun
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import unit_of
 from hvdtrain.system.output.text import plural
@@ -40,7 +47,7 @@ NOISIEST = 0.2  # largest relative standard error of a throughput for a predicti
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SampleMean:
     """The mean of repeated measurements."""
 
     mean: float
@@ -62,7 +69,7 @@ class Point:
     """Throughput on one number of ranks."""
 
     ranks: int
-    rate: Estimate  # images per second over all ranks
+    rate: SampleMean  # images per second over all ranks
     speedup: float
     efficiency: float  # a fraction; 1 is ideal
     interval: tuple[float, float] | None
@@ -77,17 +84,17 @@ def student(degrees: float) -> float:
     return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> SampleMean:
     """Return mean, sample standard deviation and 95 % interval (Student's t) of measurements.
 
     They are positive, so the lower end of the interval is at least 0.
     """
     mean, count = statistics.fmean(values), len(values)
     if count == 1:
-        return Estimate(mean, 1)
+        return SampleMean(mean, 1)
     deviation = statistics.stdev(values)
     half = student(count - 1) * deviation / math.sqrt(count)
-    return Estimate(mean, count, deviation, (max(0.0, mean - half), mean + half))
+    return SampleMean(mean, count, deviation, (max(0.0, mean - half), mean + half))
 
 
 def points(rates: Mapping[int, Sequence[float]]) -> list[Point]:
@@ -103,7 +110,7 @@ def points(rates: Mapping[int, Sequence[float]]) -> list[Point]:
     return result
 
 
-def _interval(ratio: float, upper: Estimate, lower: Estimate) -> tuple[float, float] | None:
+def _interval(ratio: float, upper: SampleMean, lower: SampleMean) -> tuple[float, float] | None:
     """Return the 95 % interval of a ratio of two means.
 
     To first order the squares of the relative errors add; the degrees of freedom are those of
@@ -127,22 +134,22 @@ class RankResult(Point):
     hosts: int | None
     seconds: float | None  # per step, mean; None if the batch size is unknown
     split: Mapping[str, float]  # seconds per step by part; only the known parts
-    communication: Estimate | None  # that part over the runs; None if unknown or zero
+    communication: SampleMean | None  # that part over the runs; None if unknown or zero
     oversubscribed: bool  # whether ranks shared cores: such a result does not measure scaling
     slowest: tuple[int, float] | None
     """The rank that was most often last, and in what fraction of steps; None if it varied."""
 
 
-def summarize(runs: Sequence[Run]) -> tuple[RankResult, ...]:
+def summarize(runs: Sequence[MeasuredRun]) -> tuple[RankResult, ...]:
     """Return the results by increasing number of ranks."""
-    by_ranks: dict[int, list[Run]] = {}
+    by_ranks: dict[int, list[MeasuredRun]] = {}
     for run in runs:
         by_ranks.setdefault(run.ranks, []).append(run)
     rates = {ranks: [run.rate for run in same] for ranks, same in by_ranks.items()}
     return tuple(_result(point, by_ranks[point.ranks]) for point in points(rates))
 
 
-def _result(point: Point, runs: Sequence[Run]) -> RankResult:
+def _result(point: Point, runs: Sequence[MeasuredRun]) -> RankResult:
     first = runs[0]
     hosts, cores = first.summary.hosts, first.cores
     threads = math.ceil(point.ranks / (hosts or 1)) * (first.threads or 1)
@@ -172,7 +179,7 @@ def _seconds(split: Mapping[str, float]) -> float | None:
     return sum(split.values()) if any(parts <= split.keys() for parts in COMPLETE) else None
 
 
-def _slowest(runs: Sequence[Run]) -> tuple[int, float] | None:
+def _slowest(runs: Sequence[MeasuredRun]) -> tuple[int, float] | None:
     splits = [run.summary.step_split for run in runs]
     ranks = {split.slowest_rank if split else None for split in splits}
     rank = ranks.pop()
@@ -181,7 +188,7 @@ def _slowest(runs: Sequence[Run]) -> tuple[int, float] | None:
     return rank, statistics.fmean(split.slowest_share or 0.0 for split in splits if split)
 
 
-def errors(rates: Mapping[int, Estimate]) -> dict[int, float]:
+def errors(rates: Mapping[int, SampleMean]) -> dict[int, float]:
     """Return relative standard errors of the points, with one deviation pooled over all sizes.
 
     A few repeats of one size estimate its deviation poorly; all sizes together do better.
@@ -209,7 +216,7 @@ class Study:
     """The outcome of a scaling study."""
 
     scaling: str
-    runs: tuple[Run, ...]
+    runs: tuple[MeasuredRun, ...]
     sizes: tuple[RankResult, ...]
     traffic: Traffic | None
     fit: Fit | None = None
@@ -253,11 +260,11 @@ def title(study: Study) -> str:
 
 
 def make_study(
-    runs: Sequence[Run],
+    runs: Sequence[MeasuredRun],
     scaling: str,
     *,
     ranks: Sequence[int] = (),
-    reductions: Sequence[Reduction] = (),
+    reductions: Sequence[AllreduceTime] = (),
     leave_out: int | None = None,
 ) -> Study:
     """Summarize the runs, fit the model to them, and predict.
@@ -327,13 +334,13 @@ def _steps(sizes: Sequence[RankResult], images: Callable[[int], float]) -> list[
     return steps
 
 
-def _traffic(runs: Sequence[Run]) -> Traffic | None:
+def _traffic(runs: Sequence[MeasuredRun]) -> Traffic | None:
     """Return the gradient messages of a step, from the first run that reports them."""
     reported = (run.summary.gradient_messages for run in runs)
     return next((Traffic(sums.count, sums.bytes) for sums in reported if sums), None)
 
 
-def _images(runs: Sequence[Run], scaling: str) -> Callable[[int], float]:
+def _images(runs: Sequence[MeasuredRun], scaling: str) -> Callable[[int], float]:
     """Return a function for the images per step by number of ranks.
 
     An unknown batch counts as one image per rank (strong: at the smallest size), so seconds are

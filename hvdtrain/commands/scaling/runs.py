@@ -8,6 +8,7 @@ and the complete ``summary`` of the run.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.study import engine, records
-from hvdtrain.commands.study.engine import RecordedSetting
+from hvdtrain.commands.study.curves import Evaluation, evaluations, read_curves
+from hvdtrain.commands.study.engine import CURVES, RecordedSetting
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Stopped, Summary
 
@@ -43,19 +45,20 @@ NUMBERS: dict[str, tuple[Callable[[str], Any], float]] = {
     ),
     **dict.fromkeys(("cores", "threads", "room"), (int, 1)),
 }
-COLUMNS = (
-    *("ranks", "repeat", "images_per_second", "images_per_second_std", "step_seconds"),
-    *(f"{part}_seconds" for part in SPLIT),
-    *("messages", "gradient_bytes", "scaling", *TEXT_COLUMNS, "global_batch_size", "hosts"),
-    *("machine", "cores", "threads", "room", "timeline"),
+HEADER = (
+    "ranks,repeat,images_per_second,images_per_second_std,step_seconds,data_seconds,"
+    "compute_seconds,communication_seconds,waiting_seconds,undivided_seconds,messages,"
+    "gradient_bytes,scaling,workload,framework,strategy,model,precision,global_batch_size,hosts,"
+    "machine,cores,threads,room,timeline"
 )
+COLUMNS = HEADER.split(",")
 NAMED = 4  # maximum number of runs named in a message
 ALWAYS = "OMP_"  # variables that also tune a single rank; those of MPI and Horovod need several
 BY_LAUNCH = "OMPI_MCA_mpi_yield_when_idle"  # set by launch depending on the size
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """One measured run."""
 
     ranks: int
@@ -96,29 +99,29 @@ class Run:
         return {part: seconds for part, seconds in parts.items() if seconds is not None}
 
 
-def read_lines(path: Path) -> list[Run]:
+def read_lines(path: Path) -> list[MeasuredRun]:
     """Return the runs in a JSON Lines file; see ``records.read``."""
     return records.read(path, _run, "sweep")
 
 
-def _run(content: Any) -> Run:
+def _run(content: Any) -> MeasuredRun:
     fields = {**content, "ranks_per_host": content.get("room")}
     fields.pop("room", None)
-    run = records.decode(Run, fields)
+    run = records.decode(MeasuredRun, fields)
     if not (run.ranks >= 1 and math.isfinite(run.rate) and run.rate > 0):
         raise ValueError(f"{run.rate} images/s on {run.ranks} ranks")
     # As written by older versions.
     return replace(run, machine=run.machine.replace(" a host", " per host"))
 
 
-def append_line(path: Path, run: Run) -> None:
+def append_line(path: Path, run: MeasuredRun) -> None:
     """Append a run to a JSON Lines file."""
     content = {**vars(run), "summary": run.summary.to_json()}
     content["room"] = content.pop("ranks_per_host")
     records.append(path, content, _run)
 
 
-def table_text(runs: Sequence[Run]) -> str:
+def table_text(runs: Sequence[MeasuredRun]) -> str:
     """Return the runs as CSV, readable by ``--from``."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -140,7 +143,7 @@ def table_text(runs: Sequence[Run]) -> str:
     return text.getvalue()
 
 
-def read_table(path: Path) -> list[Run]:
+def read_table(path: Path) -> list[MeasuredRun]:
     """Return the runs in a CSV with the columns ranks, images_per_second, and any of ``COLUMNS``.
 
     Raises:
@@ -191,7 +194,7 @@ def _numbers(texts: Mapping[str, str], where: str) -> dict[str, Any]:
     return values
 
 
-def _from_row(texts: Mapping[str, str], values: Mapping[str, Any], repeat: int) -> Run:
+def _from_row(texts: Mapping[str, str], values: Mapping[str, Any], repeat: int) -> MeasuredRun:
     messages, nbytes = values.get("messages"), values.get("gradient_bytes")
     summary = {
         **{key: texts.get(key) or None for key in (*TEXT_COLUMNS, "timeline")},
@@ -201,7 +204,7 @@ def _from_row(texts: Mapping[str, str], values: Mapping[str, Any], repeat: int) 
         "step_split": {part: values.get(f"{part}_seconds") for part in SPLIT},
         "gradient_messages": {"count": messages, "bytes": nbytes} if messages and nbytes else None,
     }
-    return Run(
+    return MeasuredRun(
         values["ranks"],
         repeat,
         Summary.from_json(summary),
@@ -213,7 +216,7 @@ def _from_row(texts: Mapping[str, str], values: Mapping[str, Any], repeat: int) 
     )
 
 
-def read_folder(folder: Path) -> list[Run]:
+def read_folder(folder: Path) -> list[MeasuredRun]:
     """Return the runs in a study's directory, and in the subdirectories of its jobs.
 
     Raises:
@@ -229,7 +232,22 @@ def read_folder(folder: Path) -> list[Run]:
     return runs
 
 
-def check_comparable(runs: Sequence[Run], scaling: str, source: str) -> None:
+def read_evaluations(
+    runs: Sequence[MeasuredRun], folder: Path, metric: str
+) -> dict[int, list[list[Evaluation]]]:
+    """Return the evaluations of each run by ranks; sizes submitted as jobs have subdirectories."""
+    evaluated: dict[int, list[list[Evaluation]]] = {run.ranks: [] for run in runs}
+    for run in runs:
+        for base in (folder, folder / f"ranks-{run.ranks}"):
+            path = engine.file_path(engine.run_stem(base, str(run.ranks), run.repeat), CURVES)
+            with contextlib.suppress(OSError, ValueError):
+                if curves := read_curves(path):
+                    evaluated[run.ranks].append(evaluations(curves, metric))
+                    break
+    return evaluated
+
+
+def check_comparable(runs: Sequence[MeasuredRun], scaling: str, source: str) -> None:
     """Reject runs that differ in more than the number of ranks.
 
     Values that a run does not report are not compared. ``source``: their file or directory, for
@@ -240,30 +258,25 @@ def check_comparable(runs: Sequence[Run], scaling: str, source: str) -> None:
     """
     for run in runs:
         _check_run(run, source)
-    _same(runs, "the scaling", lambda run: run.scaling or None, source)
+    same = partial(_same, source=source)
+    same(runs, "the scaling", lambda run: run.scaling or None)
     recorded = next((run.scaling for run in runs if run.scaling), scaling)
     if recorded != scaling:
         raise UsageError(f"{source}: these are runs of --{recorded}, not --{scaling}")
-    for key in ("workload", "framework", "strategy", "model", "precision"):
-        _same(runs, f"the {key}", attrgetter(f"summary.{key}"), source)
+    for key in TEXT_COLUMNS:
+        same(runs, f"the {key}", attrgetter(f"summary.{key}"))
     if scaling == STRONG:
-        _same(runs, "the global batch", lambda run: run.batch, source)
+        same(runs, "the global batch", attrgetter("batch"))
     else:
         hint = "; for a constant global batch, use --strong"
-        _same(
-            runs,
-            "the batch per rank",
-            lambda run: run.batch and run.batch / run.ranks,
-            source,
-            hint,
-        )
-    _same(runs, "the machine", lambda run: run.machine or None, source)
-    _same(runs, "the number of ranks that share a host", attrgetter("ranks_per_host"), source)
-    _same(runs, "the number of threads per rank", attrgetter("threads"), source)
+        same(runs, "the batch per rank", lambda run: run.batch and run.batch / run.ranks, hint=hint)
+    same(runs, "the machine", lambda run: run.machine or None)
+    same(runs, "the number of ranks that share a host", attrgetter("ranks_per_host"))
+    same(runs, "the number of threads per rank", attrgetter("threads"))
     for ranks in sorted({run.ranks for run in runs}):
         repeats = [run for run in runs if run.ranks == ranks]
-        _same(repeats, f"the number of hosts of {ranks} ranks", attrgetter("summary.hosts"), source)
-    _same(runs, "the command", lambda run: shlex.join(run.command) or None, source)
+        same(repeats, f"the number of hosts of {ranks} ranks", attrgetter("summary.hosts"))
+    same(runs, "the command", lambda run: shlex.join(run.command) or None)
     # The trainers tune MPI and Horovod only with two or more ranks, so one rank may differ.
     for name in sorted({name for run in runs for name in run.variables or ()} - {BY_LAUNCH}):
         tuned = [
@@ -271,14 +284,14 @@ def check_comparable(runs: Sequence[Run], scaling: str, source: str) -> None:
             for run in runs
             if run.variables is not None and (run.ranks > 1 or name.startswith(ALWAYS))
         ]
-        _same(tuned, name, partial(_variable, name), source)
+        same(tuned, name, partial(_variable, name))
 
 
-def _variable(name: str, run: Run) -> str:
+def _variable(name: str, run: MeasuredRun) -> str:
     return (run.variables or {}).get(name, "not set")
 
 
-def _check_run(run: Run, source: str) -> None:
+def _check_run(run: MeasuredRun, source: str) -> None:
     """Reject a run that does not measure its number of ranks undisturbed."""
     summary = run.summary
     if summary.timeline:
@@ -299,7 +312,11 @@ def _check_run(run: Run, source: str) -> None:
 
 
 def _same(
-    runs: Iterable[Run], label: str, key: Callable[[Run], Any], source: str, hint: str = ""
+    runs: Iterable[MeasuredRun],
+    label: str,
+    key: Callable[[MeasuredRun], Any],
+    source: str,
+    hint: str = "",
 ) -> None:
     """Raise unless ``key`` is the same for all runs that report it."""
     reported = [(run, key(run)) for run in runs if key(run) is not None]
@@ -318,7 +335,7 @@ def _same(
     )
 
 
-def check_continues(runs: Sequence[Run], new: Run, folder: Path) -> None:
+def check_continues(runs: Sequence[MeasuredRun], new: MeasuredRun, folder: Path) -> None:
     """Reject a new run that differs from the existing ones, before it starts.
 
     ``new``: the record of the next run, without a summary.
@@ -328,6 +345,10 @@ def check_continues(runs: Sequence[Run], new: Run, folder: Path) -> None:
     """
     for run in runs:
         old, now = run.ranks_per_host, new.ranks_per_host
+        ppn = ""
+        if old and now:
+            later = f"; with --ppn {now} from the start, more ranks can be added later"
+            ppn = f", or --ppn {old}" if now < old else later
         engine.check_continues(
             folder,
             run.name,
@@ -335,17 +356,12 @@ def check_continues(runs: Sequence[Run], new: Run, folder: Path) -> None:
             [
                 RecordedSetting("scaling", run.scaling, new.scaling),
                 RecordedSetting("machine", run.machine, new.machine),
-                RecordedSetting(
-                    "share of a host",
-                    _share(old),
-                    _share(now),
-                    f"--ppn {old}" if old and now and now < old else "",
-                ),
+                RecordedSetting("share of a host", _share(old), _share(now), ppn),
                 RecordedSetting(
                     "threads per rank",
                     run.threads,
                     new.threads,
-                    f"--threads {run.threads}" if run.threads else "",
+                    f", or --threads {run.threads}" if run.threads else "",
                 ),
             ],
         )

@@ -23,7 +23,7 @@ from hvdtrain.commands.scaling.runs import (
     OUT,
     STRONG,
     WEAK,
-    Run,
+    MeasuredRun,
     append_line,
     check_comparable,
     check_continues,
@@ -31,13 +31,17 @@ from hvdtrain.commands.scaling.runs import (
 )
 from hvdtrain.commands.study.command_options import batch_sizes, check_measurable, without_option
 from hvdtrain.commands.study.engine import (
+    LOG,
+    RESULTS,
     HostShare,
     Plan,
     Planned,
     RunOutcome,
     StudyOptions,
     Variant,
+    file_path,
     find_share,
+    run_stem,
 )
 from hvdtrain.commands.submit.job import Job, add_job_options, job_of
 from hvdtrain.commands.submit.submission import submit
@@ -71,6 +75,9 @@ class ScalingOptions(StudyOptions):
     strong: bool = option(False, "constant global batch", bool, either="scaling")
     submit: str | None = option(
         None, "options of hvdtrain submit, in quotes: submit each size as a job", metavar="OPTIONS"
+    )
+    out: Path | None = option(
+        None, f"{RESULTS} (default: {OUT})", Path, group="report", metavar="DIR"
     )
     from_: Path | None = option(
         None,
@@ -163,9 +170,9 @@ class Sweep:
             reverses=True,
         )
 
-    def new_run(self, ranks: int, repeat: int, summary: Summary) -> Run:
+    def new_run(self, ranks: int, repeat: int, summary: Summary) -> MeasuredRun:
         """Return the record of a run."""
-        return Run(
+        return MeasuredRun(
             ranks,
             repeat,
             summary,
@@ -197,9 +204,11 @@ class Sweep:
             UsageError: it is not comparable with the earlier ones.
         """
         if outcome.summary is None:
+            output = file_path(run_stem(self.options.folder, variant.name, repeat), LOG)
+            hint = "" if outcome.failed else f"; see its output in {output}"
             raise HvdtrainError(
-                f"the run on {variant.title} failed: {outcome.reason}. Completed runs are kept: "
-                "run the same command again to continue"
+                f"the run on {variant.title} failed: {outcome.reason}{hint}. Completed runs are "
+                "kept: run the same command again to continue"
             )
         file = self.options.folder / LINES
         run = self.new_run(variant.request.ranks, repeat, outcome.summary)

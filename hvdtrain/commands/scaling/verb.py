@@ -6,7 +6,7 @@ import argparse
 
 from hvdtrain.commands.scaling.runs import read_folder, read_table
 from hvdtrain.commands.scaling.sweep import ScalingOptions, make_sweep, submit_sizes
-from hvdtrain.commands.study.engine import NO_COMMAND
+from hvdtrain.commands.study.command_options import NO_COMMAND
 from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output import Report

@@ -17,6 +17,7 @@ REFUSED = {
     "--checkpoint-dir": "each run would resume from the previous one",
     "--timeline": "recording it slows a run down",
 }
+NO_COMMAND = "missing command: put it after --, e.g. `-- python train.py`"
 NOT_SET = "not set"
 DYNAMIC = "DYNAMIC"  # value of HOROVOD_TIMELINE: no timeline unless the program starts one
 
@@ -47,14 +48,12 @@ def difference(old: Sequence[str], new: Sequence[str]) -> str:
     before, now = _by_option(old), _by_option(new)
     if before.get("") != now.get(""):
         return f"{shlex.join(old)}, now {shlex.join(new)}"
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return (
-        ", ".join(
-            f"{name} was {before.get(name, NOT_SET)}, now {now.get(name, NOT_SET)}"
-            for name in changed
-        )
-        or f"{shlex.join(old)}, now {shlex.join(new)}"
-    )
+    changes = [
+        f"{name} was {before.get(name, NOT_SET)}, now {now.get(name, NOT_SET)}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
+    return ", ".join(changes) or f"{shlex.join(old)}, now {shlex.join(new)}"
 
 
 def _by_option(words: Sequence[str]) -> dict[str, str]:
@@ -110,7 +109,7 @@ def check_measurable(words: Sequence[str], environ: Mapping[str, str]) -> None:
         UsageError: with the name of the option.
     """
     if not words:
-        raise UsageError("missing command: put it after --, e.g. `-- python train.py`")
+        raise UsageError(NO_COMMAND)
     file_options = config_options(words)
     for option, reason in REFUSED.items():
         if value_of(words, option) is not None or option in file_options:

@@ -196,7 +196,7 @@ def target_text(sizes: Sequence[TargetResult], target: Target) -> str:
     return f"{message(head)}\n\n{table(['ranks', 'time', 'speed-up', 'runs'], rows)}"
 
 
-def target_data(sizes: Sequence[TargetResult], target: Target) -> dict[str, Any]:
+def target_data(sizes: Sequence[TargetResult], target: Target) -> dict[str, object]:
     """Return the times as JSON."""
     rows = [
         {

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hvdtrain.commands.launch.hosts import Allocation, lay_out
 from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
@@ -33,13 +33,12 @@ from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, r
 
 log = logging.getLogger(__name__)
 
-Kind = TypeVar("Kind")  # of runs that take about the same time
 SUMMARY, CURVES, LOG = ".json", ".jsonl", ".log"  # suffixes of the files of a run
 SHOWN = 12  # last lines of a failed run's output
 HOSTS = "hosts and their slots (default: those of the PBS, Slurm or LSF job, or this host)"
 HOSTFILE = "file with lines `host`, `host:4` or `host slots=4`"
+RESULTS = "directory for results and plots"
 TARGET = "metric to reach, e.g. accuracy=0.985: report the time to it"
-NO_COMMAND = "missing command: put it after --, e.g. `-- python train.py`"
 MESSAGE = re.compile(r"^hvdtrain: (?:rank \d+ on [^:]*: )?(?:error: )?(.+)$", re.MULTILINE)
 NO_MEMORY = re.compile(
     r"out of memory(?!\?)|OutOfMemoryError|ResourceExhausted|can't allocate memory|std::bad_alloc"
@@ -64,13 +63,7 @@ class StudyOptions:
         None, "time limit of one run, in seconds", above_zero, metavar="SECONDS"
     )
     dry_run: bool = option(False, "print the commands, run nothing", bool)
-    out: Path | None = option(
-        None,
-        "directory for results and plots (default: scaling, compare)",
-        Path,
-        group="report",
-        metavar="DIR",
-    )
+    out: Path | None = option(None, RESULTS, Path, group="report", metavar="DIR")
     target: Target | None = option(None, TARGET, read_target, metavar="NAME=VALUE")
     json: bool = option(False, "print the result as one JSON object", bool)
 
@@ -120,15 +113,9 @@ class Plan:
         """Return the runs that are not ``completed``, which are names and repeats."""
         return [run for run in self.runs() if (run[0].name, run[1]) not in completed]
 
-    def command(
-        self, variant: Variant, repeat: int, environ: Mapping[str, str] = os.environ
-    ) -> Command:
-        """Return the launcher's command for one run.
-
-        Raises:
-            UsageError: the ranks do not fit on the hosts, or there is no MPI.
-        """
-        return launch_command(variant.request, run_stem(self.folder, variant.name, repeat), environ)
+    def command(self, variant: Variant, repeat: int) -> Command:
+        """Return the launcher's command for one run; see ``launch_command``."""
+        return launch_command(variant.request, run_stem(self.folder, variant.name, repeat))
 
     def show(self, missing: Sequence[Planned]) -> Report:
         """Return the commands of the runs, for ``--dry-run``."""
@@ -155,17 +142,12 @@ class Plan:
                 if variant.name in skipped:
                     continue
                 head = f"[{position}/{total}] {variant.title}, run {repeat} of {self.repeats}"
-                if not variant.unavailable:
-                    later = [planned[0] for planned in missing[position - total - 1 :]]
-                    remaining = [
-                        variant.name
-                        for variant in later
-                        if not variant.unavailable and variant.name not in skipped
-                    ]
-                    log.info("%s%s", head, time_left(durations, remaining))
                 start_time = time.monotonic()
                 outcome = RunOutcome(reason=variant.unavailable)
                 if not variant.unavailable:
+                    later = [planned[0] for planned in missing[position - total - 1 :]]
+                    remaining = [v.name for v in later if not (v.unavailable or v.name in skipped)]
+                    log.info("%s%s", head, time_left(durations, remaining))
                     stem = run_stem(self.folder, variant.name, repeat)
                     command = self.command(variant, repeat)
                     outcome = measure(command, stem, self.timeout, variant.title)
@@ -194,16 +176,14 @@ def file_path(stem: Path, suffix: str) -> Path:
     return stem.with_name(stem.name + suffix)
 
 
-def launch_command(
-    request: Request, stem: Path, environ: Mapping[str, str] = os.environ
-) -> Command:
+def launch_command(request: Request, stem: Path) -> Command:
     """Return the launcher's command for a run that writes its files at ``stem``.
 
     Raises:
         UsageError: the ranks do not fit on the hosts, or there is no MPI.
     """
     files = [f"--summary={file_path(stem, SUMMARY)}", f"--metrics={file_path(stem, CURVES)}"]
-    return prepare(replace(request, words=[*request.words, *files]), environ).command
+    return prepare(replace(request, words=[*request.words, *files]), os.environ).command
 
 
 def make_folder(folder: Path) -> None:
@@ -244,10 +224,12 @@ def measure(command: Command, stem: Path, timeout: float | None, label: str) -> 
     if result.ok:
         return _measured(file_path(stem, SUMMARY))
     outcome = classify_failure(result)
+    # Other programs than hvdtrain's give the reason for exit code 2 in their last lines.
+    if outcome.failed or (outcome.invalid and not MESSAGE.search(result.output)):
+        for line in result.output.splitlines()[-SHOWN:]:
+            log.info("  %s", line)
     if not outcome.failed:
         return outcome
-    for line in result.output.splitlines()[-SHOWN:]:
-        log.info("  %s", line)
     return replace(outcome, reason=f"{outcome.reason}; see its output in {file_path(stem, LOG)}")
 
 
@@ -284,17 +266,17 @@ def classify_failure(result: CommandResult) -> RunOutcome:
     )
 
 
-def time_left(durations: Mapping[Kind, float], remaining: Sequence[Kind]) -> str:
+def time_left(durations: Mapping[str, float], remaining: Sequence[str]) -> str:
     """Return the estimated time for the remaining runs, as text; empty before the first run.
 
     Args:
-        durations: seconds of a run of each kind, for the kinds that have run.
-        remaining: the kinds of the remaining runs; for a new kind the mean duration is assumed.
+        durations: seconds of a run of each variant that has run.
+        remaining: the variants of the remaining runs; for a new one the mean duration is assumed.
     """
     if not durations:
         return ""
     mean = sum(durations.values()) / len(durations)
-    return f" ({about(sum(durations.get(kind, mean) for kind in remaining))} to go)"
+    return f" ({about(sum(durations.get(name, mean) for name in remaining))} to go)"
 
 
 @dataclass(frozen=True)
@@ -304,7 +286,7 @@ class RecordedSetting:
     label: str
     old: object
     new: object
-    remedy: str = ""  # option that keeps the old one
+    remedy: str = ""  # end of the message, in addition to another --out
 
 
 def check_continues(
@@ -328,8 +310,7 @@ def check_continues(
         if setting.old != setting.new:
             raise UsageError(
                 f"{folder} has runs of another {setting.label}: {setting.old} in run {run_name}, "
-                f"now {setting.new}. Use another --out{', or ' * bool(setting.remedy)}"
-                f"{setting.remedy}"
+                f"now {setting.new}. Use another --out{setting.remedy}"
             )
 
 
@@ -366,8 +347,11 @@ def find_share(options: StudyOptions, sizes: Sequence[int]) -> HostShare:
     """
     hosts = choose_hosts(options.hosts, options.hostfile, os.environ)
     ranks = fullest_host(sizes, options.ppn, hosts)
-    machine, cores = describe_machine(os.environ)
-    return HostShare(machine, cores, options.threads or equal_threads(ranks, os.environ), ranks)
+    threads = options.threads or equal_threads(ranks, os.environ)
+    if gpus := count_gpus(os.environ):
+        return HostShare(f"{plural(gpus, 'GPU')} per host", None, threads, ranks)
+    cores = physical_cores()
+    return HostShare(f"{processor()}, {plural(cores, 'core')} per host", cores, threads, ranks)
 
 
 def fullest_host(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> int:
@@ -378,12 +362,3 @@ def fullest_host(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> in
     per host, each host is filled.
     """
     return ppn or max(lay_out(ranks, hosts).per_host for ranks in sizes)
-
-
-def describe_machine(environ: Mapping[str, str]) -> tuple[str, int | None]:
-    """Return a description of this host's GPUs or CPU, and its cores (None with GPUs)."""
-    count = count_gpus(environ)
-    if count:
-        return f"{plural(count, 'GPU')} per host", None
-    cores = physical_cores()
-    return f"{processor()}, {plural(cores, 'core')} per host", cores

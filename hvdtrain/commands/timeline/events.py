@@ -94,7 +94,7 @@ def bytes_of(dtype: str, shape: str) -> int:
 
 
 @dataclass(frozen=True)
-class Times:
+class TimeStatistics:
     """Statistics of a sample of times, in seconds."""
 
     median: float
@@ -141,9 +141,9 @@ class Sample:
         return ordered[int(fraction * (len(ordered) - 1))] if ordered else 0.0
 
     @property
-    def times(self) -> Times:
+    def times(self) -> TimeStatistics:
         """Return the statistics in seconds, of values in microseconds."""
-        return Times(self.median * MICRO, self.mean * MICRO, self.total * MICRO)
+        return TimeStatistics(self.median * MICRO, self.mean * MICRO, self.total * MICRO)
 
     @property
     def median(self) -> float:

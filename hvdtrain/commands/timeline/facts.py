@@ -165,11 +165,7 @@ class TimelineFacts:
 
 def to_json(facts: Any) -> dict[str, Any]:
     """Return a dataclass of this command as in ``--json``."""
-
-    def renamed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {JSON_KEYS.get(name, name): value for name, value in pairs}
-
-    return asdict(facts, dict_factory=renamed)
+    return asdict(facts, dict_factory=lambda pairs: {JSON_KEYS.get(k, k): v for k, v in pairs})
 
 
 def make_facts(

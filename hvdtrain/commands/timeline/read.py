@@ -39,6 +39,7 @@ TENSORS = 10_000_000  # tensor numbers reserved for each timeline of a file
 
 # Between two events, or where another array begins in the middle of one.
 _BETWEEN = re.compile(rb"(?<=\})[\s,\[\]]*(?=\{)|\[\s*(?=\{)")
+_SEPARATOR = re.compile(rb"\}\s*,\s*\{")  # in files with other white space, e.g. indented ones
 # A tensor's name as Horovod writes it: unescaped quotes or backslashes make it invalid JSON.
 _NAMING = re.compile(
     rb'\{"name": "process_name", "ph": "M", "pid": (\d+), "args": \{"name": "(.*)"\}\}', re.DOTALL
@@ -49,7 +50,7 @@ _decoder = msgspec.json.Decoder(list[Event])
 
 @dataclass
 class Reading:
-    """Properties of a file, filled in while ``chunks`` runs."""
+    """Properties of a file, set while ``chunks`` runs."""
 
     path: Path
     size: int = 0  # bytes read, after decompression
@@ -107,9 +108,10 @@ class _CommonClock:
         pieces: list[list[Event]] = [[]]
         last = self.last
         for event in events:
-            if _is_preamble(event):
+            args = event.get("args")
+            if isinstance(args, dict) and isinstance(args.get(PREAMBLE), int):
                 reading.files += 1
-                reading.epoch = reading.epoch or event["args"][PREAMBLE]
+                reading.epoch = reading.epoch or args[PREAMBLE]
                 self.shift = None if reading.files > 1 else 0
                 pieces.append([])
             if reading.files > 1 and isinstance(event.get("pid"), int):
@@ -121,11 +123,6 @@ class _CommonClock:
                 last = event["ts"]
             pieces[-1].append(event)
         return pieces
-
-
-def _is_preamble(event: Event) -> bool:
-    args = event.get("args")
-    return isinstance(args, dict) and isinstance(args.get(PREAMBLE), int)
 
 
 def chunks(reading: Reading) -> Iterator[tuple[list[Event], bool]]:
@@ -198,6 +195,8 @@ def _inflated(file: IO[bytes], reading: Reading) -> Iterator[bytes]:
 def _parse(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event], bytes]:
     """Return the events in ``buffer``, and its last bytes: the beginning of the next event."""
     cut = len(buffer) if last else max(buffer.rfind(mark) for mark in SEPARATORS) + 1
+    if not cut:
+        cut = max((match.start() + 1 for match in _SEPARATOR.finditer(buffer)), default=0)
     piece, rest = buffer[:cut].strip(FILLER), buffer[cut:]
     if len(rest) > MAX_EVENT:
         reading.skipped += len(rest)
@@ -205,6 +204,9 @@ def _parse(buffer: bytes, reading: Reading, *, last: bool) -> tuple[list[Event],
     try:
         return _decoder.decode(b"[" + piece + b"]"), rest
     except (ValueError, RecursionError):
+        array, _, end = piece.rpartition(b"]")
+        if last and array.rstrip().endswith(b"}") and b"[" not in end:
+            piece = array  # of an object, {"traceEvents": [...]}
         return _intact(_BETWEEN.split(piece), reading, last=last), rest
 
 
@@ -257,7 +259,10 @@ def repair(source: Path, target: Path, window: tuple[float, float] | None = None
         file.write(b"[")
         for event in _balanced(timeline(Reading(source), window), counts):
             file.write(b",\n" if counts.events else b"\n")
-            file.write(_encode(event))
+            try:
+                file.write(msgspec.json.encode(event))
+            except OverflowError:  # a number of more than 64 bits
+                file.write(json.dumps(event).encode())
             counts.events += 1
         file.write(b"\n]\n")
     return counts
@@ -296,10 +301,3 @@ def _ends(open_bars: dict[Any, int], time: float, counts: Repaired) -> Iterator[
             counts.closed += 1
             yield {"ph": "E", "ts": time, "pid": tensor, "tid": tensor}
     open_bars.clear()
-
-
-def _encode(event: Event) -> bytes:
-    try:
-        return msgspec.json.encode(event)
-    except OverflowError:  # a number of more than 64 bits
-        return json.dumps(event).encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdtrain.commands.timeline.events import KINDS, OPERATION, STATES, Times
+from hvdtrain.commands.timeline.events import KINDS, OPERATION, STATES, TimeStatistics
 from hvdtrain.commands.timeline.facts import TimelineFacts, TimelineFinding
 from hvdtrain.system.output.tables import TitledTable, entry, message, paragraph, table
 from hvdtrain.system.output.text import duration, percent, plural, printable, short, size
@@ -175,7 +175,7 @@ def lateness(facts: TimelineFacts, most: int | None = None) -> TitledTable:
     )
 
 
-def _late(count: int, times: Times) -> list[str]:
+def _late(count: int, times: TimeStatistics) -> list[str]:
     seconds = [duration(value) if count else "-" for value in (times.median, times.mean)]
     return [f"{count:,}" if count else "-", *seconds]
 

@@ -37,7 +37,7 @@ from hvdtrain.commands.timeline.events import (
     Phase,
     Sample,
     Tensor,
-    Times,
+    TimeStatistics,
 )
 
 SLOWEST = 5  # number of steps listed individually
@@ -114,7 +114,7 @@ class LastReady:
 
 
 @dataclass(frozen=True)
-class StateTimes(Times):
+class StateTimes(TimeStatistics):
     """Times of a state of rank 0 in whole steps."""
 
     share: float  # of the time of the whole steps
@@ -156,7 +156,7 @@ class StepFacts:
 
     seen: int
     whole: int
-    seconds: Times
+    seconds: TimeStatistics
     states: dict[str, StateTimes]
     overlap: Overlap
     operations: StepOperations
@@ -170,11 +170,11 @@ class RankLateness:
     rank: int
     late_steps: int
     late_steps_share: float | None
-    late_in_step_seconds: Times
+    late_in_step_seconds: TimeStatistics
     cost_seconds: float
     late_negotiations: int
     late_negotiations_share: float
-    late_in_negotiation_seconds: Times
+    late_in_negotiation_seconds: TimeStatistics
     behind_first_seconds: float
 
 
@@ -187,7 +187,7 @@ class LatenessFacts:
     steps_with_ticks: int
     recorded: bool
     cost_seconds: float
-    spread_seconds: Times
+    spread_seconds: TimeStatistics
     ranks: list[RankLateness]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -55,7 +54,7 @@ def _tables(facts: TimelineFacts) -> list[TitledTable]:
     return [*tables, report.tensors(facts, ROWS)]
 
 
-def data(facts: TimelineFacts, recorder: Recorder) -> dict[str, Any]:
+def data(facts: TimelineFacts, recorder: Recorder) -> dict[str, object]:
     """Return the data of the interactive view; times are microseconds since the first event."""
     begin = facts.file.begin
     origin = facts.file.first + 1e6 * begin
@@ -80,7 +79,7 @@ def data(facts: TimelineFacts, recorder: Recorder) -> dict[str, Any]:
     }
 
 
-def picture(columns: list[list[int]], width: float, seconds: float) -> list[dict[str, Any]]:
+def picture(columns: list[list[int]], width: float, seconds: float) -> list[dict[str, str]]:
     """Return the states over the time of the file as areas of a picture 1000 wide and 100 high.
 
     Each state except ``neither``, from the bottom up, has a name and the points of a polygon;
@@ -101,7 +100,7 @@ def picture(columns: list[list[int]], width: float, seconds: float) -> list[dict
     return areas
 
 
-def ticks(begin: float, seconds: float) -> list[dict[str, Any]]:
+def ticks(begin: float, seconds: float) -> list[dict[str, object]]:
     """Return the ticks of the axis: round times from ``begin`` on, ``at`` % of its width."""
     if not seconds:
         return []

@@ -32,12 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     add = parser.add_argument
     add("file", metavar="FILE", type=Path, help="timeline file, plain or gzipped")
-    add(
-        "--html",
-        metavar="OUT",
-        type=Path,
-        help="output file for an HTML page with report and trace",
-    )
+    html_help = "output file for an HTML page with report and trace"
+    add("--html", metavar="OUT", type=Path, help=html_help)
     add("--json", action="store_true", help="print the analysis as one JSON object")
     repair_help = "output file for the events as valid JSON, for chrome://tracing and Perfetto"
     add("--repair", metavar="OUT", type=Path, help=repair_help)
@@ -67,34 +63,30 @@ def parse_slice(text: str | None) -> tuple[float, float] | None:
 def run_verb(arguments: argparse.Namespace) -> Report:
     """Run the command and return its report."""
     span = parse_slice(arguments.slice)
-    with terminal.working(f"reading {printable(arguments.file)}"):
-        return _read_and_report(arguments, span)
-
-
-def _read_and_report(arguments: argparse.Namespace, span: tuple[float, float] | None) -> Report:
     if arguments.html:
         check_installed("--html")
     recorder = Recorder() if arguments.html else None
-    facts, analysis = analyse(arguments.file, span, recorder)
-    data = to_json(facts)
-    parts = [report.text(facts)]
-    if arguments.diff:
-        difference = report.compare(facts, analyse(arguments.diff, span)[0])
-        data["diff"] = to_json(difference)
-        parts = [report.comparison(difference)]
-    if recorder:
-        from hvdtrain.commands.timeline import trace_page
-        from hvdtrain.system.output import page
+    with terminal.working(f"reading {printable(arguments.file)}"):
+        facts, analysis = analyse(arguments.file, span, recorder)
+        data = to_json(facts)
+        parts = [report.text(facts)]
+        if arguments.diff:
+            difference = report.compare(facts, analyse(arguments.diff, span)[0])
+            data["diff"] = to_json(difference)
+            parts = [report.comparison(difference)]
+        if recorder:
+            from hvdtrain.commands.timeline import trace_page
+            from hvdtrain.system.output import page
 
-        page.write(arguments.html, trace_page.render(facts, analysis, recorder))
-        written = printable(arguments.html)
-        parts.append(message(f"{written}: report and trace written; open it in a browser"))
-    if arguments.repair:
-        counts = repair(arguments.file, arguments.repair, span)
-        data["repaired"] = to_json(counts)
-        summary = (
-            f"{printable(arguments.repair)}: {counts.events:,} events written; "
-            f"{counts.closed:,} bars closed at the end, {counts.dropped:,} events dropped"
-        )
-        parts.append(message(summary))
+            page.write(arguments.html, trace_page.render(facts, analysis, recorder))
+            written = printable(arguments.html)
+            parts.append(message(f"{written}: report and trace written; open it in a browser"))
+        if arguments.repair:
+            counts = repair(arguments.file, arguments.repair, span)
+            data["repaired"] = to_json(counts)
+            summary = (
+                f"{printable(arguments.repair)}: {counts.events:,} events written; "
+                f"{counts.closed:,} bars closed at the end, {counts.dropped:,} events dropped"
+            )
+            parts.append(message(summary))
     return Report("\n\n".join(parts), data)

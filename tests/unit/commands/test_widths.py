@@ -16,7 +16,7 @@ from rich.console import Console
 from homework import grade
 from hvdtrain.collectives.cost import bandwidths
 from hvdtrain.commands.collectives import lesson, report
-from hvdtrain.commands.compare.table import Row as Compared
+from hvdtrain.commands.compare.table import MethodResult
 from hvdtrain.commands.compare.table import report_text as comparison_text
 from hvdtrain.commands.doctor import diagnosis
 from hvdtrain.commands.doctor.checks.ranks import Times
@@ -86,7 +86,7 @@ def compared() -> str:
     numbers = (1234.5, 1200.25, 1300.75, 1.93, 4123.5, 3 * 2**30, 0.934, 0.0123)
     more = (2**28, 0.0123, 61.25, 1.87, 4.75, 1024, 0.25, 1 / 9)
     found = [
-        Compared(
+        MethodResult(
             name,
             framework,
             "bf16",
@@ -102,7 +102,7 @@ def compared() -> str:
         for name in ("single", "horovod")
         for framework in ("pytorch", "tensorflow")
     ]
-    found.append(Compared("mpi", "pytorch", None, "none", 2, False, reason=f"no {LONG}"))
+    found.append(MethodResult("mpi", "pytorch", None, "none", 2, False, reason=f"no {LONG}"))
     return comparison_text(LONG, found, [Path("compare/compare.csv")])
 
 

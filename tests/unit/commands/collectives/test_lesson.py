@@ -59,7 +59,7 @@ def test_a_sum_has_lines_from_all_and_no_colour() -> None:
 
 
 def test_the_page_is_self_contained() -> None:
-    page = render(TEMPLATE, subject="", ranks="2 ranks", sections=[section([ALLTOALL, REDUCE])])
+    page = render(TEMPLATE, subject="", ranks="2 ranks", part=section([ALLTOALL, REDUCE]))
     assert page.count("<svg") == 2 and "2 ranks" in page
     Page(page).check_self_contained()
     assert "script" not in Page(page).tags

@@ -14,7 +14,7 @@ from hvdtrain import cli
 from hvdtrain.commands.compare import plot
 from hvdtrain.commands.compare.methods import CompareOptions, Method
 from hvdtrain.commands.compare.table import (
-    Row,
+    MethodResult,
     csv_text,
     distance,
     figures,
@@ -27,7 +27,7 @@ from hvdtrain.commands.compare.trials import LARGEST, LINES, Trial
 from hvdtrain.commands.compare.verb import report
 from hvdtrain.commands.study.engine import run_stem
 from hvdtrain.errors import UsageError
-from tests.unit.commands.compare.trials import (
+from tests.studies import (
     DDP,
     HOROVOD,
     PACKED,
@@ -135,7 +135,7 @@ def test_csv_and_json_have_the_same_keys() -> None:
     rows = list(csv.DictReader(io.StringIO(csv_text(make_rows(THREE)))))
     assert set(rows[0]) >= CONTRACT
     assert (rows[1]["strategy"], float(rows[1]["speedup"])) == ("ddp", 2.5)
-    assert set(Row.__dataclass_fields__) == set(rows[0])
+    assert set(MethodResult.__dataclass_fields__) == set(rows[0])
 
 
 def test_results_are_reported_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

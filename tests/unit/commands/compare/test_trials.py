@@ -28,7 +28,7 @@ from hvdtrain.commands.compare.trials import (
 from hvdtrain.commands.study.engine import HostShare, RunOutcome
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
-from tests.unit.commands.compare.trials import DDP, SINGLE, WORDS, trial, unavailable_trial
+from tests.studies import DDP, SINGLE, WORDS, trial, unavailable_trial
 
 SIZES = st.integers(1, 10_000)
 
@@ -58,6 +58,18 @@ def test_complete_runs_are_not_repeated(tmp_path: Path) -> None:
         missing(replace(comparison(tmp_path), words=(*WORDS, "--lr=1")))
 
 
+def test_methods_of_the_same_files_are_rejected(tmp_path: Path) -> None:
+    """Spellings of one option, or ``1e-3`` and ``1e+3``."""
+    first, second = (replace(DDP, options=f"--lr{separator}1") for separator in " =")
+    plan = comparison(tmp_path)
+    with pytest.raises(UsageError, match="'ddp --lr 1': the names of its files are those of"):
+        replace(plan, methods=(SINGLE, first, second)).missing()
+    append_trial(tmp_path, trial(first))
+    with pytest.raises(UsageError, match=r"'ddp --lr=1': .* 'ddp --lr 1'; .* or use another --out"):
+        replace(plan, methods=(second,)).missing()
+    assert missing(replace(plan, methods=(first,))) == [(first.name, 2)]
+
+
 def test_each_outcome_is_recorded(tmp_path: Path) -> None:
     plan = comparison(tmp_path)
     single, ddp = plan.plan.variants
@@ -69,24 +81,6 @@ def test_each_outcome_is_recorded(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be run, even in a single process: --foo"):
         plan.record(single, 2, RunOutcome(reason="--foo", invalid=True))
     assert len(read_trials(tmp_path)) == 3
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"method": {"strategy": "ddp"}},
-        {"method": {**vars(DDP), "ranks": "2"}},
-        {"summary": {"images_per_second_mean": 0}},
-        {"summary": []},
-        {"other": 1},
-        {"command": 3},
-    ],
-)
-def test_an_invalid_line_is_reported(change: dict[str, object], tmp_path: Path) -> None:
-    line = json.dumps({**trial(DDP).to_json(), **change})
-    (tmp_path / LINES).write_text(f"{line}\n")
-    with pytest.raises(UsageError, match=r"compare.jsonl, line 1: not a run of a comparison"):
-        read_trials(tmp_path)
 
 
 def test_dry_run_shows_the_command_of_each_run(

@@ -1,4 +1,7 @@
-"""Files with a known name and unexpected content are left out, each with the cause."""
+"""Files with a known name and unexpected content: a run's, a study's, a comparison's.
+
+A report leaves them out, each with the cause that the verb of the study gives as its error.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
-from hvdtrain.commands.scaling.runs import append_line
-from tests.studies import run, summary
+from tests.studies import DDP, WORDS, summary, trial
 
 
 def result(**changed: Any) -> str:
@@ -46,38 +48,56 @@ LINES = {
     "[1]\n": "line 2: not a training record",
     '{"kind": [1], "step": 2}\n': "line 2: not a training record",
 }
+# Keys of a summary, alone or in a line of a study.
+SUMMARIES: list[tuple[dict[str, Any], str]] = [
+    ({"images_per_second_mean": "10"}, "images_per_second_mean: expected `float | null`"),
+    ({"images_per_second_mean": True}, "images_per_second_mean: expected `float | null`"),
+    ({"seconds_total": 10**400}, "seconds_total: number out of range"),
+    ({"eval_accuracy": [0.5]}, "eval_accuracy: expected `float | null`"),
+    ({"gradient_messages": {}}, "gradient_messages: object missing required field `count`"),
+    ({"gradient_messages": {"count": 3}}, "object missing required field `bytes`"),
+    ({"gradient_messages": 3}, "gradient_messages: expected `object | null`"),
+    ({"step_split": {"data": "much"}}, "step_split.data: expected `float | null`"),
+    ({"step_split": [1]}, "step_split: expected `object | null`"),
+    ({"hosts": "one"}, "hosts: expected `int | null`"),
+]
 ODD = [
-    (
-        "odd.json",
-        result(images_per_second_mean="10"),
-        "images_per_second_mean: expected `float | null`",
-    ),
-    (
-        "odd.json",
-        result(images_per_second_mean=True),
-        "images_per_second_mean: expected `float | null`",
-    ),
-    ("odd.json", result(seconds_total=10**400), "seconds_total: number out of range"),
-    ("odd.json", result(eval_accuracy=[0.5]), "eval_accuracy: expected `float | null`"),
-    (
-        "odd.json",
-        result(gradient_messages={}),
-        "gradient_messages: object missing required field `count`",
-    ),
-    (
-        "odd.json",
-        result(gradient_messages={"count": 3}),
-        "gradient_messages: object missing required field `bytes`",
-    ),
-    ("odd.json", result(gradient_messages=3), "gradient_messages: expected `object | null`"),
-    ("odd.json", result(step_split={"data": "much"}), "step_split.data: expected `float | null`"),
-    ("odd.json", result(step_split=[1]), "step_split: expected `object | null`"),
+    *(("odd.json", result(**changed), cause) for changed, cause in SUMMARIES),
     (STATE, "{}", "missing step"),
     (STATE, "[1]", "not a JSON object"),
     (STATE, '{"step": 3, "metrics": [1]}', "metrics: expected `object | null`"),
     (STATE, '{"step": 3, "metrics": {"accuracy": "all"}}', "accuracy: expected `float | null`"),
     (STATE, '{"a":' * 100_000, ""),
     *(("odd.jsonl", step(1) + line + step(3), cause) for line, cause in LINES.items()),
+]
+
+
+def sweep_line(**changed: Any) -> str:
+    """Return a line of a scaling study; ``changed``: keys of its summary."""
+    content = {"ranks": 1, "repeat": 1, "command": WORDS, "summary": summary(1, **changed)}
+    return json.dumps(content)
+
+
+def trial_line(**changed: Any) -> str:
+    """Return a line of a comparison; ``changed``: its keys."""
+    return json.dumps({**trial(DDP).to_json(), **changed})
+
+
+RECORDS = [  # the second of three lines
+    *(
+        ("results.jsonl", line, "")
+        for line in ("5", '"text"', "[]", "null", '{"summary": {}}', "{")
+    ),
+    *(("results.jsonl", sweep_line(**changed), cause) for changed, cause in SUMMARIES),
+    ("results.jsonl", sweep_line(images_per_second_mean=0), "0.0 images/s on 1 ranks"),
+    ("results.jsonl", sweep_line(images_per_second_mean=None), "0.0 images/s on 1 ranks"),
+    ("results.jsonl", sweep_line(images_per_second_mean=float("inf")), "inf images/s on 1 ranks"),
+    ("compare.jsonl", trial_line(method={"strategy": "ddp"}), "`framework`"),
+    ("compare.jsonl", trial_line(method={**vars(DDP), "ranks": "2"}), "ranks"),
+    ("compare.jsonl", trial_line(summary={"images_per_second_mean": 0}), "no throughput"),
+    ("compare.jsonl", trial_line(summary=[]), ""),
+    ("compare.jsonl", trial_line(other=1), "unknown key other"),
+    ("compare.jsonl", trial_line(command=3), "command"),
 ]
 
 
@@ -113,31 +133,18 @@ def test_the_summary_of_a_diverged_training_is_shown(value: Any, tmp_path: Path)
     assert "<h2>Result</h2>" in render(contents)
 
 
-@pytest.mark.parametrize(
-    ("changed", "cause"),
-    [
-        (
-            {"gradient_messages": {"n": 1}},
-            "gradient_messages: object missing required field `count`",
-        ),
-        ({"hosts": "one"}, "hosts: expected `int | null`"),
-    ],
-)
+@pytest.mark.parametrize(("name", "line", "cause"), RECORDS)
 def test_an_odd_study_does_not_affect_other_results(
-    changed: dict[str, Any], cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, line: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "good.json", result())
-    file = tmp_path / "results.jsonl"
-    for record in (run(1), run(2)):
-        append_line(file, record)
-    first, second = file.read_text().splitlines()
-    line = json.loads(first)
-    line["summary"] |= changed
-    file.write_text(f"{json.dumps(line)}\n{second}\n")
+    good = sweep_line() if name == "results.jsonl" else trial_line()
+    write(tmp_path, name, f"{good}\n{line}\n{good}\n")
     assert cli.main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "summaries: 1" in printed and "studies" not in printed
-    assert "results.jsonl, line 1: not a run of a sweep" in printed
+    assert "summaries: 1" in printed and "studies" not in printed and "comparisons" not in printed
+    kind = "sweep" if name == "results.jsonl" else "comparison"
+    assert f"{name}, line 2: not a run of a {kind} " in printed
     assert cause in printed
 
 

@@ -16,7 +16,7 @@ from hvdtrain.commands.scaling import plot
 from hvdtrain.commands.scaling.cost_model import efficiency_at
 from hvdtrain.commands.scaling.report import report, study_text
 from hvdtrain.commands.scaling.results import WIDEST, Study, make_study, summarize
-from hvdtrain.commands.scaling.runs import LINES, Run, append_line
+from hvdtrain.commands.scaling.runs import LINES, MeasuredRun, append_line
 from hvdtrain.commands.scaling.sweep import ScalingOptions
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import plots
@@ -34,7 +34,9 @@ CURVES = {
 
 
 def tutorial(leave_out: int | None = None) -> Study:
-    runs = [Run(ranks, 1, Summary(images_per_second_mean=rate)) for ranks, rate in RATES.items()]
+    runs = [
+        MeasuredRun(ranks, 1, Summary(images_per_second_mean=rate)) for ranks, rate in RATES.items()
+    ]
     return make_study(runs, "weak", leave_out=leave_out)
 
 
@@ -200,7 +202,7 @@ def test_model_and_measurement_are_relative_to_the_same_ranks() -> None:
 # Parts of a step that a table reports
 
 
-def runs_of(*each: dict[str, float]) -> list[Run]:
+def runs_of(*each: dict[str, float]) -> list[MeasuredRun]:
     """Return runs on 1, 2, 4 ... ranks, 10 images per rank and step, 0.1 seconds per step."""
     return [
         run(n, rate=100.0 * n, global_batch_size=10 * n, step_split=parts)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.commands.scaling.runs import (
-    Run,
+    MeasuredRun,
     append_line,
     check_comparable,
     check_continues,
@@ -22,13 +22,13 @@ from hvdtrain.commands.scaling.runs import (
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
-from tests.studies import WORDS, run, summary
+from tests.studies import WORDS, run
 
 TUNED = {"HOROVOD_FUSION_THRESHOLD": "0", "OMP_NUM_THREADS": "2"}
 SINGLE = {"OMP_NUM_THREADS": "2"}  # the trainers tune communication only with several ranks
 
 
-def tuned(*each: tuple[int, dict[str, str]]) -> list[Run]:
+def tuned(*each: tuple[int, dict[str, str]]) -> list[MeasuredRun]:
     return [
         run(ranks, 1 + i, environment={"variables": variables})
         for i, (ranks, variables) in enumerate(each)
@@ -66,7 +66,7 @@ def test_runs_that_are_comparable() -> None:
     ],
 )
 def test_runs_of_another_kind_are_not_comparable(
-    runs: list[Run], scaling: str, message: str
+    runs: list[MeasuredRun], scaling: str, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         check_comparable(runs, scaling, "f")
@@ -128,7 +128,7 @@ def test_runs_that_are_not_comparable(changed: dict[str, Any], message: str) -> 
         ),
         (
             {"ranks_per_host": 4, "threads": 2},  # with 4 threads the ranks would share cores
-            "1 of 2 ranks in run 1-1, now 1 of 4 ranks. Use another --out$",
+            "now 1 of 4 ranks. Use another --out; with --ppn 4 from the start, more ranks can",
         ),
         (
             {"ranks_per_host": None},
@@ -139,9 +139,9 @@ def test_runs_that_are_not_comparable(changed: dict[str, Any], message: str) -> 
 def test_a_different_run_does_not_continue_a_sweep(changed: dict[str, Any], message: str) -> None:
     common = {"command": WORDS, "machine": "a", "threads": 4, "ranks_per_host": 2}
     runs = [run(1, **common)]
-    check_continues(runs, Run(2, 1, Summary(), **common), Path("out"))
+    check_continues(runs, MeasuredRun(2, 1, Summary(), **common), Path("out"))
     with pytest.raises(UsageError, match=message):
-        check_continues(runs, Run(2, 1, Summary(), **{**common, **changed}), Path("out"))
+        check_continues(runs, MeasuredRun(2, 1, Summary(), **{**common, **changed}), Path("out"))
 
 
 # The files
@@ -160,15 +160,6 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     assert [record.name for record in read_lines(file)] == ["1-1", "2-1", "2-2", "4-1"]
 
 
-@pytest.mark.parametrize("line", ["5", '"text"', "[]", "null", '{"summary": {}}', "{}"])
-def test_an_invalid_line_is_reported(line: str, tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    append_line(file, run(1))
-    file.write_text(f"{file.read_text()}{line}\n{file.read_text()}")
-    with pytest.raises(UsageError, match=r"results.jsonl, line 2: not a run"):
-        read_lines(file)
-
-
 @given(cut=st.integers(1, 400))
 def test_an_incomplete_line_is_replaced(cut: int, tmp_path_factory: Any) -> None:
     file = tmp_path_factory.mktemp("cut") / "results.jsonl"
@@ -180,30 +171,6 @@ def test_an_incomplete_line_is_replaced(cut: int, tmp_path_factory: Any) -> None
     assert read_lines(file) == [run(1)]
     append_line(file, run(4))
     assert read_lines(file) == [run(1), run(4)]
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"gradient_messages": {"bytes": 8}},
-            "gradient_messages: object missing required field `count`",
-        ),
-        ({"gradient_messages": 3}, "gradient_messages: expected `object | null`"),
-        ({"hosts": "one"}, "hosts: expected `int | null`"),
-        ({"images_per_second_mean": 0}, "0.0 images/s on 1 ranks"),
-        ({"images_per_second_mean": None}, "0.0 images/s on 1 ranks"),
-        ({"images_per_second_mean": float("inf")}, "inf images/s on 1 ranks"),
-    ],
-)
-def test_an_invalid_summary_is_reported(
-    changed: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "results.jsonl"
-    line = {"ranks": 1, "repeat": 1, "command": WORDS, "summary": {**summary(1), **changed}}
-    file.write_text(json.dumps(line) + "\n")
-    with pytest.raises(UsageError, match=f"line 1: not a run of a sweep .*{message}"):
-        read_lines(file)
 
 
 def test_the_table_is_read_back(tmp_path: Path) -> None:

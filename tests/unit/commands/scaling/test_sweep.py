@@ -155,6 +155,9 @@ def test_a_sweep_resumes_with_the_same_settings_only(tmp_path: Path) -> None:
         replace(sweep, share=replace(share, threads=2)).missing()
     with pytest.raises(HvdtrainError, match="the run on 1 rank failed: exit code 1"):
         sweep.record(first, 2, RunOutcome(reason="exit code 1", failed=True))
+    # By argparse, of another program than hvdtrain's.
+    with pytest.raises(HvdtrainError, match=r"exit code 2; see its output in .*/runs/1-2\.log"):
+        sweep.record(first, 2, RunOutcome(reason="exit code 2", invalid=True))
     with pytest.raises(UsageError, match="the model is not the same in all runs"):
         sweep.record(first, 2, RunOutcome(replace(summary, model="small")))
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 1

@@ -149,6 +149,29 @@ def test_a_run_needs_a_throughput(
 
 
 @pytest.mark.parametrize(
+    ("code", "output", "shown"),
+    [
+        (1, "hvdtrain: no luck", True),
+        (2, "usage: train.py [-h]", True),  # by argparse
+        (2, "hvdtrain: --lr x: not a number", False),  # the reason
+        (1, "CUDA out of memory", False),
+    ],
+)
+def test_the_output_of_a_failed_run_is_shown(
+    code: int,
+    output: str,
+    shown: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(engine, "run", lambda command, **_: Result(command, code, output))
+    measure(Command(("mpirun",)), tmp_path / "runs" / "a-1", None, "a")
+    assert (output in caplog.text) is shown
+
+
+@pytest.mark.parametrize(
     ("durations", "remaining", "text"),
     [
         ({}, "ab", ""),

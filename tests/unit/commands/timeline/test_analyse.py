@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hvdtrain.commands.timeline import report
 from hvdtrain.commands.timeline.verdict import analyse
@@ -300,31 +297,6 @@ def test_a_tensor_whose_name_was_lost(tmp_path: Path) -> None:
     facts = facts_of(text[:start] + text[end:], tmp_path)
     assert {row["name"] for row in facts["tensors"]} == {"gradient.0", "tensor 2", "gradient.2"}
     assert facts["steps"]["seen"] == 3
-
-
-LONG = straggling(6, tensors=4)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(2, len(LONG.text)))
-def test_a_file_cut_anywhere_equals_its_complete_events(
-    tmp_path_factory: pytest.TempPathFactory, size: int
-) -> None:
-    folder = tmp_path_factory.mktemp("cut")
-    content = LONG.text[:size]
-    ends = [m.end() for m in re.finditer(r"\}(?=,\{|,\n\{|\])", LONG.text) if m.end() <= size]
-    whole = LONG.text[: ends[-1]] + "]" if ends else "[]"
-    expected = json.loads(whole)
-    facts = facts_of(content, folder)
-    assert facts["file"]["events"] == len(expected)
-    assert facts["file"]["closed"] == (size == len(LONG.text))
-    if expected:
-        clean_text = json.dumps(expected)
-        if not facts["file"]["closed"]:
-            clean_text = clean_text.removesuffix("]")
-        clean = facts_of(clean_text, folder)
-        for part in ("seconds", "states", "steps", "lateness", "phases", "operations", "verdict"):
-            assert facts[part] == clean[part]
 
 
 def test_the_state_history_of_a_file_adds_up(tmp_path: Path) -> None:

@@ -26,9 +26,6 @@ PEAK = f"""
 import sys
 from pathlib import Path
 from hvdtrain.commands.timeline import events
-from hvdtrain.commands.timeline.analyse import BINS, StateHistory
-from hvdtrain.commands.timeline.events import KEPT as KEPT_VALUES
-from hvdtrain.commands.timeline.events import Sample
 from hvdtrain.commands.timeline.verdict import analyse
 events.MAX_NAMES = {KEPT}
 analyse(Path(sys.argv[1]))

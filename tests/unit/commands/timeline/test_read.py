@@ -23,6 +23,7 @@ EVENTS: list[dict[str, Any]] = json.loads(TEXT)
 
 # Where each event of TEXT ends.
 ENDS = [match.end() for match in re.finditer(r"\}(?=,\{|,\n\{|\])", TEXT)]
+assert len(ENDS) == len(EVENTS)
 
 
 def events_of(path: Path, **options: Any) -> tuple[list[dict[str, Any]], Reading]:
@@ -46,10 +47,6 @@ def test_all_events_are_read_in_order_for_any_chunk_size(
     assert (reading.files, reading.epoch, reading.first) == (1, EPOCH, 1_000_000)
 
 
-def test_the_ends_of_the_events_are_known() -> None:
-    assert len(ENDS) == len(EVENTS)
-
-
 def test_a_file_cut_at_any_byte_is_read_up_to_its_last_complete_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +56,7 @@ def test_a_file_cut_at_any_byte_is_read_up_to_its_last_complete_event(
         whole = sum(end <= size for end in ENDS)
         events, reading = events_of(write(path, TEXT[:size]))
         assert events == EVENTS[:whole], size
-        assert reading.skipped == 0
+        assert (reading.skipped, reading.closed) == (0, False)
         rest = TEXT[ENDS[whole - 1] if whole else 0 : size]
         assert reading.cut == ("{" in rest)
 
@@ -68,8 +65,7 @@ def test_a_file_cut_at_any_byte_is_read_up_to_its_last_complete_event(
 def test_any_end_of_file_is_accepted(end: str, tmp_path: Path) -> None:
     events, reading = events_of(write(tmp_path / "t", TEXT[:-1] + end))
     assert events == EVENTS
-    assert not reading.cut
-    assert not reading.skipped
+    assert (reading.cut, reading.skipped, reading.closed) == (False, 0, "]" in end)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +74,21 @@ def test_any_end_of_file_is_accepted(end: str, tmp_path: Path) -> None:
         "[\n" + ",\n".join(map(json.dumps, EVENTS)) + "\n]\n",
         json.dumps(EVENTS),
         json.dumps(EVENTS, indent=1),
+        "[\r\n" + " ,\r\n".join(map(json.dumps, EVENTS)) + "\r\n]\r\n",
+        "\ufeff" + json.dumps(EVENTS),
+        json.dumps({"traceEvents": EVENTS}),
+        json.dumps({"displayTimeUnit": "ms", "traceEvents": EVENTS, "otherData": {}}, indent=1),
     ],
-    ids=["one per line", "with spaces", "indented"],
+    ids=["line", "spaces", "indented", "returns", "byte order mark", "object", "indented object"],
 )
-def test_other_json_forms_are_accepted(text: str, tmp_path: Path) -> None:
-    events, _ = events_of(write(tmp_path / "t", text))
+def test_other_json_forms_are_accepted(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "CHUNK", 700)
+    monkeypatch.setattr(read, "MAX_EVENT", 1400)
+    events, reading = events_of(write(tmp_path / "t", text))
     assert events == EVENTS
+    assert not reading.cut
 
 
 def test_gzipped_files_are_read_up_to_a_cut(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.commands.timeline.verdict import GROUPS, NAMES
+from hvdtrain.commands.timeline import report
+from hvdtrain.commands.timeline.verdict import GROUPS, NAMES, analyse
 from tests.timelines import Timeline, facts_of, straggling
 
 Facts = dict[str, Any]
@@ -162,6 +163,8 @@ def test_a_job_that_hangs_in_its_first_negotiation_is_unfinished(tmp_path: Path)
     assert "t0, t1 in NEGOTIATE_ALLREDUCE since 0 µs" in finding["text"]
     assert "submitted by ranks 0, 2, and no other rank is in the file" in finding["text"]
     assert "no tensor was submitted" not in finding["text"]
+    facts = analyse(tmp_path / "timeline.json")[0]
+    assert "2 ranks seen" in report.text(facts)  # no negotiation has ended: there may be more
 
 
 @pytest.mark.parametrize("closed", [False, True])  # HOROVOD_STALL_SHUTDOWN_TIME_SECONDS closes it
