@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +25,17 @@ from hvdtrain.workloads.data.files import Files, has_file, open_split, read_file
 SPLITS = ("train2017", "val2017")
 
 
-@dataclass(frozen=True)
-class Annotation:
-    """A box of an image, with the keys that pycocotools needs; the box as in the file."""
+class Annotation(msgspec.Struct):
+    """A box of an image as in the file: of its keys, those that pycocotools needs.
+
+    Polygons would take gigabytes.
+    """
 
     image_id: int
     category_id: int
     bbox: tuple[float, float, float, float]
-    area: float
-    iscrowd: int
+    area: float | None = None  # None only in a file
+    iscrowd: int | bool | None = None
 
 
 @dataclass(frozen=True)
@@ -156,20 +159,10 @@ class _Image(msgspec.Struct):
     height: int
 
 
-class _Annotation(msgspec.Struct):
-    """The used keys of an annotation: polygons would take gigabytes."""
-
-    image_id: int
-    category_id: int
-    bbox: tuple[float, float, float, float]
-    area: float | None = None
-    iscrowd: bool | int | None = None
-
-
 class _File(msgspec.Struct):
     images: list[_Image]
     categories: list[_Category]
-    annotations: list[_Annotation]
+    annotations: list[Annotation]
 
 
 def _parse(content: bytes, split: str) -> tuple[list[str], dict[str, Any]]:
@@ -194,9 +187,12 @@ def _parse(content: bytes, split: str) -> tuple[list[str], dict[str, Any]]:
             continue
         if entry.category_id not in label:
             raise ValueError(f"image id {entry.image_id} has a category id that is not listed")
-        area = entry.bbox[2] * entry.bbox[3] if entry.area is None else entry.area
-        crowd = int(entry.iscrowd or 0)
-        of_image[at].append(Annotation(entry.image_id, entry.category_id, entry.bbox, area, crowd))
+        if not all(map(math.isfinite, entry.bbox)):  # of strings, e.g. "nan"
+            raise ValueError(f"a bbox of image id {entry.image_id} is not four numbers")
+        if entry.area is None:
+            entry.area = entry.bbox[2] * entry.bbox[3]
+        entry.iscrowd = int(entry.iscrowd or 0)
+        of_image[at].append(entry)
     sizes = np.array([(image.width, image.height) for image in images], np.int64).reshape(-1, 2)
     boxes, labels, counts, odd = [], [], [], 0
     for size, entries in zip(sizes, of_image, strict=True):

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -132,7 +133,7 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
             "categories": [{"id": category} for category in coco.categories],
             # An annotation of id 0 would count as none (pycocotools 2.0.11).
             "annotations": [
-                {**vars(entry), "bbox": list(entry.bbox), "id": number}
+                {**msgspec.structs.asdict(entry), "bbox": list(entry.bbox), "id": number}
                 for number, entry in enumerate(coco.annotations, 1)
             ],
         }

@@ -207,6 +207,8 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         ({"bbox": [1, 2, 3]}, "$.annotations[0].bbox"),
         ({"bbox": [1, 2, 3, "x"]}, "$.annotations[0].bbox[3]"),
         ({"bbox": None}, "$.annotations[0].bbox"),
+        ({"bbox": [1, "nan", 3, 4]}, "a bbox of image id 10 is not four numbers"),
+        ({"bbox": [1, 2, "inf", 4]}, "a bbox of image id 10 is not four numbers"),
         ({"category_id": 8}, "image id 10 has a category id that is not listed"),
         ({"area": []}, "$.annotations[0].area"),
     ],
