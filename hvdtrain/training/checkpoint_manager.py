@@ -30,7 +30,7 @@ class TrainState:
     samples: int = 0  # number trained on since the start, over all ranks
     loss_sum: float = 0.0  # sum of the losses of this epoch's samples, of this rank
     loss_count: int = 0  # number of samples in ``loss_sum``
-    metrics: dict[str, Any] | None = None  # on the test set after ``step``; None: not evaluated
+    metrics: dict[str, float] | None = None  # on the test set after ``step``; None: not evaluated
     skipped: int = 0  # number of updates skipped since the start: gradients were not finite
     # Start of each global batch that is skipped after a rollback: [epoch, consumed].
     left_out: list[list[int]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, options: Options, adapter: CommonAdapter, task: Task, origin: dict[str, Any]
+        self, options: Options, adapter: CommonAdapter, task: Task, origin: dict[str, object]
     ) -> None:
         self.options, self.adapter, self.task, self.origin = options, adapter, task, origin
         self.path: str | None = None

@@ -1,4 +1,4 @@
-"""The training loop: epochs, steps, evaluation and stop, in ``Run``."""
+"""The training loop: epochs, steps, evaluation and stop, in ``TrainingLoop``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import os
 import time
 from typing import Any, NoReturn
 
-from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.adapters.preemption import ANOTHER, HOSTS_CHANGED, Preemption, wait_for_agent
-from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
+from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
@@ -20,20 +19,19 @@ from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import is_agreed, process_status
 from hvdtrain.tasks.dataset import Batch
-from hvdtrain.tasks.task import Task, Workload
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.on_nan import OnNan
-from hvdtrain.training.plan import TrainingPlan
-from hvdtrain.training.progress import Silent
+from hvdtrain.training.plan import Session
+from hvdtrain.training.progress import Figures, Silent
 from hvdtrain.training.summary import (
-    described,
-    evaluated,
     headline,
     measured,
     rows,
     speed_rows,
-    used,
+    with_evaluation,
+    with_session,
+    with_usage,
 )
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
@@ -42,23 +40,16 @@ LINES_PER_EPOCH = 20  # log intervals
 
 
 class _RepeatError(Exception):
-    """The epoch is to be continued from ``Run.now``."""
+    """The epoch is to be continued from ``TrainingLoop.now``."""
 
 
-class Run:
+class TrainingLoop:
     """One training, from its start or a checkpoint to its stop; created by ``trainer.train``."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        options: Options,
-        plan: TrainingPlan,
-        adapter: CommonAdapter,
-        task: Task,
-        shards: Shards,
-        rate: LearningRate,
-    ) -> None:
-        self.workload, self.options, self.plan = workload, options, plan
+    def __init__(self, session: Session, shards: Shards, rate: LearningRate) -> None:
+        workload, options, plan = session.workload, session.options, session.plan
+        adapter, task = session.adapter, session.task
+        self.session, self.workload, self.options, self.plan = session, workload, options, plan
         self.adapter, self.task, self.shards, self.rate = adapter, task, shards, rate
         self.show = Silent()
         self.clock = Clock()
@@ -97,7 +88,7 @@ class Run:
     def announce(self, device: str) -> None:
         """Show the headline of the training."""
         plan, rate, updates = self.plan, self.rate, self.total_steps - self.now.step
-        head = headline(self.workload, self.adapter, self.task, device)
+        head = headline(self.session, device)
         if self.task.speed_only:
             first = self.task.speed_only.format(updates=plural(max(0, updates), "update"))
             lines = [first, head, f"global batch {plan.global_batch}"]
@@ -261,7 +252,7 @@ class Run:
         self.compiled.add(size)
         return new
 
-    def _leave_out(self, part: Part, before: dict[str, Any]) -> NoReturn:
+    def _leave_out(self, part: Part, before: Arrays) -> NoReturn:
         """Skip the update of ``part`` according to ``--on-nan``.
 
         Raises:
@@ -358,7 +349,7 @@ class Run:
     def _measured(self) -> dict[str, str]:
         return measured(self.task.metrics, self.now.metrics or {})
 
-    def _epoch_record(self, epoch: int) -> dict[str, Any]:
+    def _epoch_record(self, epoch: int) -> Figures:
         tested = self.now.metrics or {}
         return {
             "epoch": epoch,
@@ -383,16 +374,15 @@ class Run:
 
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages
-        split = None
         # Ranks that stop early must not wait for one another any more.
         ended_early = stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
+        split = None if ended_early else self.clock.step_split(self.adapter.communicator)
+        summary = with_session(self.clock.figures(), self.session)
+        summary = with_evaluation(summary, self.now.metrics)
         if not ended_early:
-            split = self.clock.step_split(self.adapter.communicator)
+            summary = with_usage(summary, self.adapter, self.clock)
         summary = dataclasses.replace(
-            self.clock.figures(),
-            **described(self.workload, self.options, self.adapter, self.task),
-            **evaluated(self.now.metrics),
-            **({} if ended_early else used(self.adapter, self.clock)),
+            summary,
             global_batch_size=self.plan.global_batch,
             epochs_completed=self.now.position.epoch,
             steps_completed=self.now.step,
@@ -411,9 +401,9 @@ class Run:
             checkpoint=self.checkpoints.path,
             timeline=self.timeline.recorded,
         )
-        rates, unit = self.clock.rates(), self.workload.unit
+        rates = self.clock.rates()
         if self.task.speed_only:
-            table = speed_rows(summary, rates, unit)
+            table = speed_rows(summary, rates)
         else:
-            table = rows(summary, rates, self._measured(), unit)
+            table = rows(summary, rates, self._measured())
         self.show.end(f"hvdtrain {self.workload.name}", table, summary)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.errors import TrainingError
+from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.integrity import rank_names
 from hvdtrain.steps.sharding import Part, Position
 from hvdtrain.system.runtime.exit import agreed
@@ -33,7 +33,7 @@ class OnNan:
         self._consecutive = 0  # number of updates skipped without one made since
         self._may_defer = task.may_defer = task.may_defer or adapter.has_gpu
 
-    def buffers(self) -> dict[str, Any]:
+    def buffers(self) -> Arrays:
         """Return copies of the buffers, if the next update may be skipped at once.
 
         The copy takes time on a GPU: deferred updates restore buffers by themselves, fp16 skips
@@ -59,7 +59,7 @@ class OnNan:
         self._task.may_defer = False
 
     def leave_out(
-        self, now: TrainState, part: Part, buffers: dict[str, Any], say: Callable[[str], None]
+        self, now: TrainState, part: Part, buffers: Arrays, say: Callable[[str], None]
     ) -> TrainState:
         """Handle the skipped update of ``part`` according to ``--on-nan``.
 

@@ -5,18 +5,29 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from hvdtrain.adapters.common import CommonAdapter
 from hvdtrain.config.comm_options import ADASUM
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
 from hvdtrain.system.output.text import plural
-from hvdtrain.tasks.task import Workload
+from hvdtrain.tasks.task import Task, Workload
 
 BENCHMARK_STEPS = 100
 FEW_UPDATES = 30  # of a training whose number of epochs the user has set
+
+
+class Schedule(TypedDict):
+    """Arguments of ``scale_learning_rate`` and ``LearningRate``."""
+
+    epochs: int
+    warmup_epochs: float
+    schedule: str
+    milestones: tuple[float, ...]
+    decay: float
 
 
 @dataclass(frozen=True)
@@ -41,16 +52,27 @@ class TrainingPlan:
     num_steps: int | None
     lr_scaling: str
     lr: float
-    schedule: dict[str, Any]
+    schedule: Schedule
     weight_decay: float
     warmup_steps: int | None = None
 
-    def schedule_over(self, samples: int) -> dict[str, Any]:
+    def schedule_over(self, samples: int) -> Schedule:
         """Return the arguments of ``scale_learning_rate`` for epochs of ``samples``."""
         if self.warmup_steps is None:
             return self.schedule
         epochs, steps = divmod(self.warmup_steps, math.ceil(samples / self.global_batch))
         return {**self.schedule, "warmup_epochs": epochs + steps * self.global_batch / samples}
+
+
+@dataclass(frozen=True)
+class Session:
+    """The parts of a training or an evaluation on this rank, created by ``trainer.train``."""
+
+    workload: Workload
+    options: Options  # the user's
+    plan: TrainingPlan
+    adapter: CommonAdapter
+    task: Task
 
 
 def make_plan(workload: Workload, options: Options, world: World) -> TrainingPlan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ from hvdtrain.steps.summary import Summary, nan_to_null
 from hvdtrain.system.files import Output, check_writable
 from hvdtrain.system.output.tables import summary_table
 from hvdtrain.system.runtime import terminal
+from hvdtrain.training.plan import Session
+
+Figures = Mapping[str, Any]
+"""Figures of a log interval or an epoch, by key of ``--metrics``."""
 
 TRAINING, EVALUATING = "training", "evaluating"  # tasks of the bar, of which one is visible
 PLAIN_SECONDS = 5.0  # between two lines if the output is no terminal
@@ -96,13 +100,13 @@ class Silent:
     def advance(self, step: int) -> None:
         """Show that ``step`` steps are done."""
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Figures) -> None:
         """Show and record the figures of a log interval."""
 
     def evaluating(self, done: int, total: int) -> None:
         """Show the number of samples evaluated so far."""
 
-    def epoch(self, record: dict[str, Any], measured: str = "") -> None:
+    def epoch(self, record: Figures, measured: str = "") -> None:
         """Show and record an epoch; ``measured`` are its metrics other than the loss."""
 
     def say(self, text: str) -> None:
@@ -173,9 +177,15 @@ class Progress(Silent):
     def _show(self, bar: Bar, name: str, label: str, done: int, total: int) -> Piece:
         """Show a task in place of the other one; return it."""
         if name not in self._pieces:
-            fields: dict[str, Any] = {"figures": "", "each": None, "stride": 1}
             self._pieces[name] = bar.add_task(
-                label, total=total, completed=done, visible=False, moved=time.monotonic(), **fields
+                label,
+                total=total,
+                completed=done,
+                visible=False,
+                moved=time.monotonic(),
+                figures="",
+                each=None,
+                stride=1,
             )
         for key, task in self._pieces.items():
             bar.update(task, visible=key == name)
@@ -198,7 +208,7 @@ class Progress(Silent):
             self._figures(step, self._loss, self._rate)
 
     @override
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Figures) -> None:
         self._record("step", record)
         step, loss = record["step"], f"{record['loss']:.4f}"
         rate = f"{record['images_per_second']:,.0f} {self.unit}/s"
@@ -231,11 +241,16 @@ class Progress(Silent):
         stride = max(1, done - round(piece.completed))
         each = (piece.elapsed or 0.0) / done if done else None
         figures = f"{done:,}/{total:,} {self.unit}"
-        fields: dict[str, Any] = {"figures": figures, "each": each, "stride": stride}
-        if done:
-            self._bar.update(piece.id, completed=done, moved=time.monotonic(), **fields)
-        else:  # start its clock
-            self._bar.reset(piece.id, total=total, moved=time.monotonic(), **fields)
+        if not done:  # start its clock
+            self._bar.reset(piece.id, total=total)
+        self._bar.update(
+            piece.id,
+            completed=done,
+            moved=time.monotonic(),
+            figures=figures,
+            each=each,
+            stride=stride,
+        )
 
     def _evaluated(self) -> None:
         """Show the training again, if there is one."""
@@ -243,7 +258,7 @@ class Progress(Silent):
             self._show(self._bar, TRAINING, "", 0, self._total)
 
     @override
-    def epoch(self, record: dict[str, Any], measured: str = "") -> None:
+    def epoch(self, record: Figures, measured: str = "") -> None:
         self._record("epoch", record)
         self._evaluated()
         if self._speed_only:
@@ -291,7 +306,7 @@ class Progress(Silent):
                 file.write(json.dumps(summary.to_json(), indent=1).encode() + b"\n")
             self._summary.close()
 
-    def _record(self, kind: str, record: dict[str, Any]) -> None:
+    def _record(self, kind: str, record: Figures) -> None:
         if self._lines:
             self._lines.append(json.dumps({"kind": kind, **nan_to_null(record)}).encode() + b"\n")
         with self._drawing():
@@ -307,6 +322,22 @@ class Progress(Silent):
             raise HvdtrainError(
                 f"--tensorboard {self._tensorboard} cannot be written: {error}"
             ) from error
+
+
+def progress_of(session: Session) -> Silent:
+    """Return the progress output of this rank, which opens its files; all ranks must call it.
+
+    Raises:
+        UsageError: on every rank: a file cannot be written, or TensorBoard is not installed.
+    """
+    speed_only = bool(session.task.speed_only)
+
+    def create() -> Silent:
+        if not session.adapter.world.is_writer:
+            return Silent()
+        return Progress(session.options, session.workload.unit, speed_only=speed_only)
+
+    return session.adapter.communicator.together(create)
 
 
 def _output(path: Path | None, option: str) -> Output | None:

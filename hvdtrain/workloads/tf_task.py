@@ -1,13 +1,5 @@
-"""Former name of ``hvdtrain.tasks.tensorflow``, until version 0.2."""
+"""Former name of ``hvdtrain.tasks.tensorflow``."""
 
-import sys
-import warnings
+from hvdtrain.workloads import moved
 
-from hvdtrain.tasks import tensorflow
-
-warnings.warn(
-    "hvdtrain.workloads.tf_task is deprecated: import hvdtrain.tasks.tensorflow",
-    DeprecationWarning,
-    stacklevel=2,
-)
-sys.modules[__name__] = tensorflow
+moved(__name__, "hvdtrain.tasks.tensorflow")

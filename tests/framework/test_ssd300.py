@@ -320,7 +320,7 @@ def test_a_reader_gives_pixels_and_padded_boxes(tmp_path: Path) -> None:
         (np.zeros((50, 50), np.uint8), []),  # grey, without boxes
         (rows.astype(np.uint8), [(2, [0, 0, 90, 60]), (5, [30, 20, 60, 40])]),
     ]
-    reader = data.Reader(written(tmp_path, images), 3)
+    reader = data.BoxReader(written(tmp_path, images), 3)
     result = reader.batch([2, 1, 0], None)
     assert result.x.shape == (3, 3, 300, 300) and result.x.dtype == torch.uint8
     third, f = np.float32(1 / 3).item(), np.float32

@@ -34,7 +34,6 @@ WORK = ".pack"  # folder of the state of an unfinished packing
 VERSION = 1
 IMAGES, COCO, MNIST = "image folder", "COCO", "MNIST"
 OPEN = 64  # number of shards that a process keeps open
-CHUNK = 2**23  # bytes per read of a whole shard
 TYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
 
 
@@ -81,7 +80,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Contents:
+class PackIndex:
     """The contents of packed data.
 
     Attributes:
@@ -232,7 +231,7 @@ def _damaged(path: Path, reason: object) -> UsageError:
     )
 
 
-def _load(folder: Path) -> tuple[Contents, tuple[str, dict[str, NDArray[Any]]]]:
+def _load(folder: Path) -> tuple[PackIndex, tuple[str, dict[str, NDArray[Any]]]]:
     """Read an index; return its contents, the stored digest of its arrays, and the arrays.
 
     Raises:
@@ -265,14 +264,14 @@ def _load(folder: Path) -> tuple[Contents, tuple[str, dict[str, NDArray[Any]]]]:
         splits = {name: Split(*(arrays[f"{name}.{field}"] for field in fields)) for name in names}
         values["shards"] = [Shard(*shard) for shard in values["shards"]]
         values["files"] = {name: Member(*member) for name, member in values["files"].items()}
-        contents = Contents(**values, splits=splits)
+        contents = PackIndex(**values, splits=splits)
         _check_bounds(contents)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     return contents, (digest, arrays)
 
 
-def _check_bounds(contents: Contents) -> None:
+def _check_bounds(contents: PackIndex) -> None:
     """Check that all samples and files are within the shards.
 
     Raises:
@@ -307,16 +306,6 @@ def key(number: int) -> str:
 def suffix(path: str) -> str:
     """Return the suffix of a sample's image: that of its file."""
     return PurePath(path).suffix
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def wrong_kind(folder: Path, kind: str, wanted: str) -> UsageError:

@@ -36,7 +36,7 @@ MEAN = (0.485, 0.456, 0.406)
 DEVIATION = (0.229, 0.224, 0.225)
 RESIZE = 256 / 224  # the shorter side before the centre crop of an evaluation, times the crop
 SYNTHETIC_STEPS = 100
-LOADERS = {"pytorch": "torch_loader", "tensorflow": "tf_pipeline"}
+LOADERS = {"pytorch": "torch_images", "tensorflow": "tf_images"}
 
 
 def recipe(_: ImageOptions) -> Recipe:

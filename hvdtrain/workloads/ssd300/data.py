@@ -20,7 +20,7 @@ from hvdtrain.steps.sharding import seed_of
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.workloads.data.coco import Annotation, Coco
 from hvdtrain.workloads.data.files import FolderFiles, Names
-from hvdtrain.workloads.data.torch_loader import decoded, opened
+from hvdtrain.workloads.data.torch_images import decoded, opened
 from hvdtrain.workloads.resnet.pytorch import torchvision
 from hvdtrain.workloads.ssd300.boxes import SIDE, iou
 
@@ -32,7 +32,7 @@ OVERLAPS = (None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9)  # minimum IoU of a crop and a b
 TRIES = 50
 
 
-class Reader:
+class BoxReader:
     """Reads images and boxes for ``ReadAhead``; pixels uint8, shape (n, 3, 300, 300).
 
     Args:
@@ -149,7 +149,7 @@ MOST = 3  # in an image
 DRAWN = 96, 24  # images to train and to evaluate on
 
 
-class Drawn(Reader):
+class Drawn(BoxReader):
     """Draws its images, each a function of the seed and its id."""
 
     @override

@@ -23,7 +23,7 @@ from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.workloads.data.files import PackedFiles, open_split, read_file
 from hvdtrain.workloads.data.image_folder import ImageFolder, load, without_broken
-from hvdtrain.workloads.data.packed import INDEX, WORK, Contents, Pack
+from hvdtrain.workloads.data.packed import INDEX, WORK, Pack, PackIndex
 from hvdtrain.workloads.mnist import data as mnist
 from tests.conftest import unmeasured
 
@@ -208,7 +208,7 @@ def test_damaged_or_changed_shards_are_packed_again(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(Contents, "save", lambda *_: sys.exit(9))
+        patch.setattr(PackIndex, "save", lambda *_: sys.exit(9))
         with pytest.raises(SystemExit):
             packed(folder, out)
     assert not (out / INDEX).exists()
