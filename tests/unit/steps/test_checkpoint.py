@@ -486,17 +486,6 @@ def replace_file(folder: Path, name: str, data: bytes) -> None:
     (folder / STATE_FILE).write_text(json.dumps(state))
 
 
-def test_every_byte_of_the_files_is_a_number_or_its_description(two: Path) -> None:
-    for name in (MODEL_FILE, TRAINING_FILE):
-        data = (two / "step-000000002" / name).read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
-        spans = sorted(entry["data_offsets"] for key, entry in header.items() if key[:2] != "__")
-        assert [low for low, _ in spans] == [0, *(high for _, high in spans[:-1])]
-        assert len(data) == 8 + length + spans[-1][1]
-    assert sorted_names(two / "step-000000002") == sorted(FILES)
-
-
 def printed_by(program: str) -> str:
     line = [sys.executable, "-c", program]
     return subprocess.run(

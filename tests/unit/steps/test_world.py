@@ -84,12 +84,6 @@ def test_another_size_is_refused_with_its_cause_and_a_remedy(
     assert ("OMPI_*" in message and "env -i" in message) == (seen == 4)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 5])
-def test_only_rank_zero_writes(rank: int) -> None:
-    world = World(rank, 6, rank, 6, "host", 1)
-    assert world.is_writer == (rank == 0)
-
-
 @pytest.mark.parametrize("stages", [1, 2, 3, 6])
 def test_stages_of_a_model_share_a_part_of_the_data(stages: int) -> None:
     worlds = [World(rank, 6, rank, 6, "h", 1, stages=stages) for rank in range(6)]

@@ -138,6 +138,13 @@ def test_a_rate_in_proportion_to_the_global_batch(
     assert training_plan.lr_scaling == scaling
 
 
+SCHEDULE = {
+    "epochs": 10,
+    "warmup_epochs": 2.0,
+    "schedule": "linear",
+    "milestones": (),
+    "decay": 0.1,
+}
 PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"optimizer": "sgd"}, {"lr": 0.1}),
     ({"optimizer": "adam"}, {"lr": 0.002}),
@@ -157,6 +164,24 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"reduction": "adasum"}, {"lr_scaling": "none"}),
     ({"reduction": "adasum", "lr_scaling": "sqrt"}, {"lr_scaling": "sqrt"}),
     ({"model": "second", "weight_decay": 0.01}, {"model": "second", "weight_decay": 0.01}),
+    ({"num_steps": 3}, {"num_steps": 3, "schedule": SCHEDULE}),
+    (
+        {
+            "warmup_epochs": 0.0,
+            "lr_schedule": "multistep",
+            "lr_milestones": (3.0, 6.0),
+            "lr_decay": 0.5,
+        },
+        {
+            "schedule": {
+                "epochs": 10,
+                "warmup_epochs": 0.0,
+                "schedule": "multistep",
+                "milestones": (3.0, 6.0),
+                "decay": 0.5,
+            }
+        },
+    ),
 ]
 
 
@@ -186,13 +211,7 @@ def test_defaults_are_the_recipe() -> None:
         num_steps=None,
         lr_scaling="linear",
         lr=0.1,
-        schedule={
-            "epochs": 10,
-            "warmup_epochs": 2.0,
-            "schedule": "linear",
-            "milestones": (),
-            "decay": 0.1,
-        },
+        schedule=SCHEDULE,
         weight_decay=1e-4,
     )
 
@@ -212,28 +231,6 @@ def test_a_workload_of_one_network_takes_any_name() -> None:
     custom = replace(WORKLOAD, models=())
     assert choose_model(custom, Options()) == "toy"
     assert choose_model(custom, Options(model="wide")) == "wide"
-
-
-def test_num_steps_does_not_change_the_schedule() -> None:
-    assert plan(num_steps=3).schedule == plan().schedule
-
-
-def test_a_specified_schedule_is_used() -> None:
-    names = {"warmup_epochs": 0.0, "lr_schedule": "multistep", "lr_milestones": (3.0, 6.0)}
-    assert plan(**names, lr_decay=0.5).schedule == {
-        "epochs": 10,
-        "warmup_epochs": 0.0,
-        "schedule": "multistep",
-        "milestones": (3.0, 6.0),
-        "decay": 0.5,
-    }
-
-
-def test_an_unknown_model_is_refused_with_the_valid_ones() -> None:
-    with pytest.raises(UsageError, match="--model third: choose one of first, second"):
-        choose_model(WORKLOAD, Options(model="third"))
-    with pytest.raises(UsageError, match="--model third"):
-        plan(model="third")
 
 
 def test_the_precision() -> None:

@@ -26,6 +26,7 @@ from hvdtrain.workloads.data.image_folder import ImageFolder, load, without_brok
 from hvdtrain.workloads.data.packed import INDEX, WORK, Pack, PackIndex
 from hvdtrain.workloads.mnist import data as mnist
 from tests.conftest import unmeasured
+from tests.unit.workloads.mnist.test_data import write as write_mnist
 
 SHARED = Path(__file__).resolve().parents[5] / "shared" / "data"
 
@@ -456,14 +457,7 @@ def test_coco(tmp_path: Path) -> None:
 
 
 def test_mnist(tmp_path: Path) -> None:
-    draw = np.random.default_rng(5)
-    (tmp_path / "in").mkdir()
-    for prefix, count in (("train", 30), ("t10k", 12)):
-        for name, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
-            head = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
-            body = draw.integers(0, 10, shape, np.uint8).tobytes()
-            (tmp_path / "in" / f"{prefix}-{name}-ubyte").write_bytes(head + body)
-    packed(tmp_path / "in", tmp_path / "out")
+    packed(write_mnist(tmp_path / "in"), tmp_path / "out")
     splits = zip(mnist.load(tmp_path / "in"), mnist.load(tmp_path / "out"), strict=True)
     for expected, actual in splits:
         assert (expected.images == actual.images).all()
