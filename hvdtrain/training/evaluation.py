@@ -26,7 +26,7 @@ from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.tasks.metrics import Array, Consumer
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.plan import Session
+from hvdtrain.training.plan import Session, weights_origin
 from hvdtrain.training.progress import progress_of
 from hvdtrain.training.summary import (
     evaluation_rows,
@@ -132,11 +132,7 @@ def evaluate_only(session: Session, device: str) -> int:
         remedy = "use --data DIR that contains val/, or a task with test samples"
         raise agreed(UsageError(f"there are no samples to evaluate on: {remedy}"))
     task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
-    origin = {
-        "framework": options.framework,
-        "workload": workload.name,
-        "model": session.plan.model,
-    }
+    origin = weights_origin(workload, options, session.plan)
     path = options.checkpoint or options.checkpoint_dir
     state: State = {"path": None, "step": 0}
     if path is not None:

@@ -22,13 +22,12 @@ from hvdtrain.tasks.dataset import Batch
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.on_nan import OnNan
-from hvdtrain.training.plan import Session
+from hvdtrain.training.plan import Session, weights_origin
 from hvdtrain.training.progress import Figures, Silent
 from hvdtrain.training.summary import (
     headline,
     measured,
     rows,
-    speed_rows,
     with_evaluation,
     with_session,
     with_usage,
@@ -61,9 +60,7 @@ class TrainingLoop:
         self.interval_sum = 0.0  # of this rank's losses since the last log line
         self.interval_count = 0  # number of samples since then, of all ranks
         origin = {
-            "framework": options.framework,
-            "workload": workload.name,
-            "model": plan.model,
+            **weights_origin(workload, options, plan),
             "optimizer": options.optimizer,
             "training_samples": task.train.samples,
             "seed": options.seed,
@@ -260,7 +257,7 @@ class TrainingLoop:
             TrainingError: on every rank, if the training ends.
         """
         try:
-            now = self.on_nan.leave_out(self.now, part, before, self.show.say)
+            now = self.on_nan.leave_out(self.now, part, before, self.show.message)
         except TrainingError:
             with contextlib.suppress(TrainingError):  # the weights are those before the update
                 self._save()
@@ -401,9 +398,6 @@ class TrainingLoop:
             checkpoint=self.checkpoints.path,
             timeline=self.timeline.recorded,
         )
-        rates = self.clock.rates()
-        if self.task.speed_only:
-            table = speed_rows(summary, rates)
-        else:
-            table = rows(summary, rates, self._measured())
+        speed_only = bool(self.task.speed_only)
+        table = rows(summary, self.clock.rates(), self._measured(), speed_only=speed_only)
         self.show.end(f"hvdtrain {self.workload.name}", table, summary)

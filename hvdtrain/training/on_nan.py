@@ -59,7 +59,7 @@ class OnNan:
         self._task.may_defer = False
 
     def leave_out(
-        self, now: TrainState, part: Part, buffers: Arrays, say: Callable[[str], None]
+        self, now: TrainState, part: Part, buffers: Arrays, show: Callable[[str], None]
     ) -> TrainState:
         """Handle the skipped update of ``part`` according to ``--on-nan``.
 
@@ -77,13 +77,13 @@ class OnNan:
             now.skipped += 1
             now.position = Position(part.start.epoch, part.start.consumed + part.global_count)
             now.metrics = None
-            say(f"{trouble}: the update is skipped")
+            show(f"{trouble}: the update is skipped")
             return now
         left_out = [*now.left_out, [part.start.epoch, part.start.consumed]]
         if self._mode == "rollback" and len(left_out) <= MOST_ROLLBACKS:
             now = self._checkpoints.roll_back()
             now.left_out = left_out
-            say(f"{trouble}: back to step {now.step}, skipping that global batch")
+            show(f"{trouble}: back to step {now.step}, skipping that global batch")
             return now
         tried = {
             "skip": f"; the {MOST_SKIPPED} updates before it were skipped",

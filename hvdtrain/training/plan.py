@@ -118,6 +118,11 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     )
 
 
+def weights_origin(workload: Workload, options: Options, plan: TrainingPlan) -> dict[str, object]:
+    """Return the values of a checkpoint's ``origin`` that its weights must have to fit."""
+    return {"framework": options.framework, "workload": workload.name, "model": plan.model}
+
+
 def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]:
     """Return lines on options without effect, or with an unexpected one, by samples per epoch."""
     lines = []

@@ -109,7 +109,7 @@ class Silent:
     def epoch(self, record: Figures, measured: str = "") -> None:
         """Show and record an epoch; ``measured`` are its metrics other than the loss."""
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """Show a line."""
 
     def stop(self) -> None:
@@ -273,7 +273,7 @@ class Progress(Silent):
         self.console.print(f"epoch {record['epoch'] + 1} done: loss {loss}{tested}")
 
     @override
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self.console.print(text)
 
     @override

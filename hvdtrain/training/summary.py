@@ -145,42 +145,37 @@ def measured(metrics: Sequence[Metric], tested: Mapping[str, float]) -> dict[str
 
 
 def rows(
-    summary: Summary, rates: Sequence[float], measured: Mapping[str, str]
+    summary: Summary,
+    rates: Sequence[float],
+    measured: Mapping[str, str],
+    *,
+    speed_only: bool = False,
 ) -> list[tuple[str, str]]:
     """Return the summary as table rows: label and formatted value.
 
-    The ``rates`` are those of the counted steps. If few steps are slow, the deviation would exceed
-    the mean, so median and range are shown.
+    Args:
+        summary: the summary of a training.
+        rates: samples per second of the counted steps. If few steps are slow, the deviation would
+            exceed the mean, so median and range are shown.
+        measured: formatted metrics of the evaluation by name.
+        speed_only: whether it trained on random samples, to measure the speed.
     """
-    epochs, steps = summary.epochs_completed, summary.steps_completed
-    assert epochs is not None and steps is not None
-    done = (
-        f"{summary.samples_trained:,} {summary.unit} in {plural(steps, 'step')}, "
-        f"{plural(epochs, 'whole epoch')}"
-    )
-    return [
-        ("trained", done),
-        ("training loss", _number(summary.train_loss, ".4f")),
-        *_test_rows(summary, measured),
-        *_end_rows(summary, rates),
-    ]
-
-
-def speed_rows(summary: Summary, rates: Sequence[float]) -> list[tuple[str, str]]:
-    """Return the summary of a run on random samples as table rows; see ``rows``."""
-    steps = plural(summary.steps_completed or 0, "update")
-    return [
-        ("measured", f"{summary.samples_trained:,} random {summary.unit} in {steps}"),
-        *_end_rows(summary, rates),
-    ]
-
-
-def _end_rows(summary: Summary, rates: Sequence[float]) -> list[tuple[str, str]]:
+    samples, unit, steps = summary.samples_trained, summary.unit, summary.steps_completed or 0
+    if speed_only:
+        work = [("measured", f"{samples:,} random {unit} in {plural(steps, 'update')}")]
+    else:
+        epochs = plural(summary.epochs_completed or 0, "whole epoch")
+        work = [
+            ("trained", f"{samples:,} {unit} in {plural(steps, 'step')}, {epochs}"),
+            ("training loss", _number(summary.train_loss, ".4f")),
+            *_test_rows(summary, measured),
+        ]
     stopped, first = summary.stopped, _number(summary.seconds_to_first_step, ".1f")
     assert stopped is not None
     files = {"checkpoint": summary.checkpoint, "timeline": summary.timeline}
     return [
-        (f"{summary.unit}/s", _speed(rates, recorded=summary.timeline is not None)),
+        *work,
+        (f"{unit}/s", _speed(rates, recorded=summary.timeline is not None)),
         *([("bubble", _bubble(summary.bubble))] if summary.bubble else []),
         *_gpu_rows(summary),
         ("seconds", f"{summary.seconds_total:.1f}, the first step after {first}"),

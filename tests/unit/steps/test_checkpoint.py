@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -486,13 +487,6 @@ def replace_file(folder: Path, name: str, data: bytes) -> None:
     (folder / STATE_FILE).write_text(json.dumps(state))
 
 
-def printed_by(program: str) -> str:
-    line = [sys.executable, "-c", program]
-    return subprocess.run(
-        line, capture_output=True, text=True, check=True, timeout=60
-    ).stdout.strip()
-
-
 def test_loading_compiles_imports_and_runs_nothing(two: Path) -> None:
     program = f"""
 import sys
@@ -507,7 +501,9 @@ sys.addaudithook(lambda event, _: seen.append(event) if event in watched else No
 assert load_newest(directory).state["step"] == 2
 print(seen)
 """
-    assert printed_by(program) == "[]"
+    line = [sys.executable, "-c", program]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
 
 
 # Full disk
@@ -563,22 +559,15 @@ def test_the_error_of_a_first_save_names_no_checkpoint(small_disk: Path) -> None
 
 
 def test_a_file_size_limit_costs_only_the_new_checkpoint(tmp_path: Path) -> None:
-    """Like a quota, but without root; in a separate process, as the limit is permanent."""
+    """Like a quota, but without root."""
     save(tmp_path, checkpoint_of(1), keep=3)
-    program = f"""
-import resource
-from pathlib import Path
-import numpy as np
-from hvdtrain.errors import CheckpointError
-from hvdtrain.steps.checkpoint import save
-from hvdtrain.steps.checkpoint_files import Checkpoint
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    save(Path({str(tmp_path)!r}), Checkpoint({{"w": np.zeros(9000)}}, {{}}, {{"step": 2}}), keep=3)
-except CheckpointError as error:
-    print(error)
-"""
-    assert "step-000000001 is intact" in printed_by(program)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="step-000000001 is intact"):
+            save(tmp_path, Checkpoint({"w": np.zeros(9000)}, {}, {"step": 2}), keep=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted_names(tmp_path) == ["step-000000001"]
     assert is_intact(load_newest(tmp_path), 1)
 

@@ -39,7 +39,7 @@ def play(show: Silent) -> None:
     show.begin(["the headline"], 100, 0)
     show.step(STEP)
     show.epoch(EPOCH, "accuracy 98.76 %")
-    show.say("a remark")
+    show.message("a remark")
     show.end("the end", [("label", "value")])
 
 
@@ -114,7 +114,7 @@ def test_a_metrics_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str], text: str) -> None:
     show = Progress(Options())
     show.begin([text], 1, 0)
-    show.say(text)
+    show.message(text)
     show.end("the end", [("checkpoint", text)])
     out = capsys.readouterr().out
     assert out.splitlines()[:2] == [text, text]
@@ -126,7 +126,7 @@ def test_a_long_line_and_a_long_cell_are_not_cut_in_a_file(
 ) -> None:
     long = "/scratch/" + "a-long-name/" * 15 + "step-000000042"
     show = Progress(Options())
-    show.say(long + " " + long)
+    show.message(long + " " + long)
     show.end("the end", [("checkpoint", long)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == long + " " + long
