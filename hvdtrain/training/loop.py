@@ -23,7 +23,7 @@ from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.on_nan import OnNan
 from hvdtrain.training.plan import Session, weights_origin
-from hvdtrain.training.progress import Figures, Silent
+from hvdtrain.training.progress import Figures, Progress
 from hvdtrain.training.summary import (
     headline,
     measured,
@@ -50,7 +50,6 @@ class TrainingLoop:
         adapter, task = session.adapter, session.task
         self.session, self.workload, self.options, self.plan = session, workload, options, plan
         self.adapter, self.task, self.shards, self.rate = adapter, task, shards, rate
-        self.show = Silent()
         self.clock = Clock()
         self.now = TrainState()
         self.preemption = Preemption(adapter.communicator, self._want_stop)
@@ -82,8 +81,9 @@ class TrainingLoop:
         all_epochs = self.plan.epochs * self.shards.steps_per_epoch
         return all_epochs if self.plan.num_steps is None else min(self.plan.num_steps, all_epochs)
 
-    def announce(self, device: str) -> None:
-        """Show the headline of the training."""
+    def announce(self, show: Progress, device: str) -> None:
+        """Show the headline of the training, and from now on its progress, by ``show``."""
+        self.show = show
         plan, rate, updates = self.plan, self.rate, self.total_steps - self.now.step
         head = headline(self.session, device)
         if self.task.speed_only:

@@ -120,12 +120,12 @@ def train(workload: Workload, options: Options) -> int:
     loop = TrainingLoop(session, shards, rate)
     loop.now = loop.checkpoints.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6
-    loop.show = progress_of(session)
-    loop.announce(device)
+    show = progress_of(session)
+    loop.announce(show, device)
     try:
         return loop.run()  # steps 7 and 8, save_checkpoint and average_metrics
     finally:
-        loop.show.stop()
+        show.stop()
 
 
 def _prepare(options: Options) -> CommonAdapter:

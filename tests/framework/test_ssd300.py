@@ -25,6 +25,7 @@ from hvdtrain.workloads.resnet.pytorch import torchvision  # noqa: E402
 from hvdtrain.workloads.ssd300 import boxes, data, metric  # noqa: E402
 from hvdtrain.workloads.ssd300.pytorch import SSD300, load_backbone  # noqa: E402
 from hvdtrain.workloads.ssd300.task import WORKLOAD, DetectorOptions, build  # noqa: E402
+from tests.unit.workloads.data.test_coco import write  # noqa: E402
 
 Box = list[float]
 
@@ -294,7 +295,6 @@ def test_boxes_are_cut_as_their_image_is() -> None:
 def written(folder: Path, images: list[tuple[Any, list[tuple[int, Box]]]]) -> coco.Coco:
     """Write images and their boxes (category id, left, top, width, height) as COCO has them."""
     (folder / "train2017").mkdir(parents=True)
-    (folder / "annotations").mkdir()
     content: dict[str, Any] = {
         "images": [],
         "annotations": [],
@@ -309,8 +309,7 @@ def written(folder: Path, images: list[tuple[Any, list[tuple[int, Box]]]]) -> co
         content["annotations"] += [
             {"image_id": number, "category_id": category, "bbox": bbox} for category, bbox in group
         ]
-    (folder / "annotations" / "instances_train2017.json").write_text(json.dumps(content))
-    return coco.load(folder)[0]
+    return coco.load(write(folder, content, names=()))[0]
 
 
 def test_a_reader_gives_pixels_and_padded_boxes(tmp_path: Path) -> None:
@@ -436,12 +435,7 @@ def test_precision_is_that_of_pycocotools(seed: int, tmp_path: Path) -> None:
     expected = as_by_hand(tmp_path, content, results)
     for entry in content["annotations"]:
         del entry["area"], entry["id"]
-    folder = tmp_path / "coco"
-    (folder / "train2017").mkdir(parents=True)
-    (folder / "annotations").mkdir()
-    for entry in ids:
-        (folder / "train2017" / f"{entry}.jpg").touch()
-    (folder / "annotations" / "instances_train2017.json").write_text(json.dumps(content))
+    folder = write(tmp_path / "coco", content, names=[f"{entry}.jpg" for entry in ids])
     result = np.array(
         [
             [entry["image_id"], *entry["bbox"], entry["score"], entry["category_id"]]

@@ -14,7 +14,7 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime import terminal
 from hvdtrain.training import progress
-from hvdtrain.training.progress import Progress, Silent
+from hvdtrain.training.progress import Progress
 from tests.terminal import screen
 
 STEP = {
@@ -35,7 +35,7 @@ EPOCH: dict[str, Any] = {
 }
 
 
-def play(show: Silent) -> None:
+def play(show: Progress) -> None:
     show.begin(["the headline"], 100, 0)
     show.step(STEP)
     show.epoch(EPOCH, "accuracy 98.76 %")
@@ -82,10 +82,14 @@ def test_a_line_every_few_seconds_only(
 def test_quiet_and_other_ranks_say_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for show in (Progress(Options(quiet=True, metrics=tmp_path / "m.jsonl")), Silent()):
+    for show in (
+        Progress(Options(quiet=True, metrics=tmp_path / "m.jsonl")),
+        Progress(Options(metrics=tmp_path / "n.jsonl"), writes=False),
+    ):
         play(show)
         captured = capsys.readouterr()
         assert (captured.out, captured.err) == ("", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
 
 

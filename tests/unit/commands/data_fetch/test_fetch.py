@@ -141,23 +141,26 @@ def files_below(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize(
+    ("ranges", "breaks_after", "firsts"),
+    [
+        (True, [30_000, 0, 0, 50_000], [0, 30_000, 30_000, 30_000, 80_000]),
+        (False, [60_000], [0, 60_000]),
+    ],
+)
 def test_an_interrupted_download_is_continued(
-    server: Server, one_file: Callable[[], Fetch], tmp_path: Path
+    ranges: bool,
+    breaks_after: list[int],
+    firsts: list[int],
+    server: Server,
+    one_file: Callable[[], Fetch],
+    tmp_path: Path,
 ) -> None:
-    server.breaks_after = [30_000, 0, 0, 50_000]
+    server.ranges, server.breaks_after = ranges, list(breaks_after)
     one_file().run()
     assert files_below(tmp_path) == {"a.gz": NOISE}
-    firsts = [0, 30_000, 30_000, 30_000, 80_000]
     assert server.requests == [("a.gz", first) for first in firsts]
     assert not one_file().missing()
-
-
-def test_a_server_without_ranges_is_supported(
-    server: Server, one_file: Callable[[], Fetch], tmp_path: Path
-) -> None:
-    server.ranges, server.breaks_after = False, [60_000]
-    one_file().run()
-    assert files_below(tmp_path) == {"a.gz": NOISE}
 
 
 LONGER = {"files": {"a.gz": NOISE + b"."}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,16 @@ def content(*annotations: Content, ids: tuple[int, ...] = (20, 10)) -> Content:
     }
 
 
-def write(folder: Path, document: Any, split: str = "train2017") -> Path:
-    """Write a split; its images are not opened here."""
+def write(
+    folder: Path,
+    document: Any,
+    split: str = "train2017",
+    names: Sequence[str] = ("10.jpg", "20.jpg"),
+) -> Path:
+    """Write a split; its images of these ``names`` are not opened here."""
     (folder / split).mkdir(parents=True, exist_ok=True)
     (folder / "annotations").mkdir(exist_ok=True)
-    for name in ("10.jpg", "20.jpg"):
+    for name in names:
         (folder / split / name).touch()
     text = document if isinstance(document, str) else json.dumps(document)
     (folder / "annotations" / f"instances_{split}.json").write_text(text)
