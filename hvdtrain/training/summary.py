@@ -115,7 +115,7 @@ def with_evaluation(summary: Summary, metrics: Mapping[str, float] | None) -> Su
     )
 
 
-def environment(world: World, environ: Mapping[str, str] = os.environ) -> dict[str, object]:
+def environment(world: World) -> dict[str, object]:
     """Return software, machine and tuning variables of this rank."""
     return {
         "hvdtrain": __version__,
@@ -125,11 +125,11 @@ def environment(world: World, environ: Mapping[str, str] = os.environ) -> dict[s
         "host": world.host,
         "processor": processor(),
         "cores_of_this_rank": physical_cores(),
-        "gpus_of_this_host": count_gpus(environ),
+        "gpus_of_this_host": count_gpus(os.environ),
         "ranks_on_this_host": world.local_size,
-        "launcher": detect(environ).launcher,
+        "launcher": detect(os.environ).launcher,
         "variables": {
-            name: value for name, value in sorted(environ.items()) if name.startswith(VARIABLES)
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
         },
         "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
