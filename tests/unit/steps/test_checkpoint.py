@@ -582,24 +582,13 @@ def test_a_file_in_place_of_the_directory_is_a_checkpoint_error(tmp_path: Path) 
 # Origin of a checkpoint
 
 
-@pytest.mark.parametrize(
-    ("origin", "words"),
-    [
-        ({"model": "tutorial"}, ["model 'small' there, 'tutorial' here"]),
-        ({"model": "small", "framework": "pytorch"}, ["framework None there, 'pytorch' here"]),
-        ({"model": "large", "seed": 0}, ["'small' there, 'large' here", "seed None there, 0 here"]),
-    ],
-)
-def test_a_checkpoint_of_another_training_is_refused_with_each_difference(
-    two: Path, origin: dict[str, Any], words: list[str]
-) -> None:
+def test_a_checkpoint_of_another_training_is_refused_with_each_difference(two: Path) -> None:
     checkpoint = load_newest(two)
     assert checkpoint is not None
     check_origin(checkpoint, {"model": "small"})
-    with pytest.raises(UsageError) as caught:
-        check_origin(checkpoint, origin)
-    for word in [*words, "--checkpoint-dir", "step-000000002"]:
-        assert word in str(caught.value)
+    words = r"step-000000002 .*\(model 'small' there, 'large' here; seed None there, 0 here\)"
+    with pytest.raises(UsageError, match=f"{words}.*--checkpoint-dir"):
+        check_origin(checkpoint, {"model": "large", "seed": 0})
 
 
 def test_set_aside_moves_all_checkpoints(two: Path) -> None:
