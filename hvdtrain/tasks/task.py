@@ -188,7 +188,7 @@ class Workload:
         digest: digest of the user's file that defines it; empty: no such file.
         short_steps: whether steps of a model take milliseconds: Horovod should poll more often.
         prefers_bf16: whether a model was measured to be faster in bf16 on devices that support it.
-        default_steps: number of updates for endless (synthetic) data; None: all epochs.
+        random_without_data: whether samples are random without ``--data``: few updates suffice.
     """
 
     name: str
@@ -199,7 +199,7 @@ class Workload:
     build: Callable[[Any], Task]
     short_steps: Callable[[str], bool] = lambda model: False
     prefers_bf16: Callable[[str], bool] = lambda model: False
-    default_steps: Callable[[Any], int | None] = lambda options: None
+    random_without_data: bool = False
     options: type[Options] = Options
     unit: str = "images"
     program: str = ""

@@ -16,7 +16,7 @@ from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
 from hvdtrain.system.output.text import plural
 from hvdtrain.tasks.task import Task, Workload
 
-BENCHMARK_STEPS = 100
+BENCHMARK_STEPS = 100  # also on random samples
 FEW_UPDATES = 30  # of a training whose number of epochs the user has set
 
 
@@ -95,7 +95,8 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     fixed = options.global_batch_size or recipe.lr_batch or options.reduction == ADASUM
     per_batch = recipe.lr_batch and options.lr_scaling is None and options.reduction != ADASUM
     lr = _or_default(options.lr, recipe.lr.of(options.optimizer))
-    steps = BENCHMARK_STEPS if options.benchmark else workload.default_steps(options)
+    is_random = workload.random_without_data and options.data is None and options.epochs is None
+    steps = BENCHMARK_STEPS if options.benchmark or is_random else None
     return TrainingPlan(
         model=model,
         global_batch=global_batch,

@@ -39,17 +39,20 @@ WORKLOAD = Workload(
     models=("first", "second"),
     recipe=lambda options: RECIPE,
     build=lambda options: pytest.fail("a plan builds nothing"),
-    short_steps=lambda model: False,
-    prefers_bf16=lambda model: False,
-    default_steps=lambda options: 100 if options.seed == 9 else None,
+    random_without_data=True,
 )
 
 
-def plan(size: int = 4, changes: dict[str, Any] | None = None, **options: Any) -> TrainingPlan:
+def plan(
+    size: int = 4,
+    changes: dict[str, Any] | None = None,
+    data: Path | None = Path("data"),
+    **options: Any,
+) -> TrainingPlan:
     """Return the plan for ``size`` ranks, by a recipe with ``changes``."""
     recipe = replace(RECIPE, **(changes or {}))
     workload = replace(WORKLOAD, recipe=lambda options: recipe)
-    return make_plan(workload, Options(**options), World(0, size, 0, size, "host", 1))
+    return make_plan(workload, Options(data=data, **options), World(0, size, 0, size, "host", 1))
 
 
 @pytest.mark.parametrize(
@@ -135,9 +138,10 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"optimizer": "adam", "lr": 0.03}, {"lr": 0.03}),
     ({"benchmark": "training"}, {"num_steps": 100}),
     ({"benchmark": "training", "num_steps": 7}, {"num_steps": 7}),
-    ({"seed": 9}, {"num_steps": 100}),  # of which the workload has a default number
-    ({"seed": 9, "num_steps": 7}, {"num_steps": 7}),
-    ({"seed": 9, "num_steps": 0}, {"num_steps": 0}),  # a value, not a default
+    ({"data": None}, {"num_steps": 100}),
+    ({"data": None, "epochs": 3}, {"num_steps": None, "epochs": 3}),
+    ({"data": None, "num_steps": 7}, {"num_steps": 7}),
+    ({"data": None, "num_steps": 0}, {"num_steps": 0}),  # a value, not a default
     ({"lr": 0.0, "weight_decay": 0.0}, {"lr": 0.0, "weight_decay": 0.0}),
     ({"size": 1}, {"global_batch": 32}),
     ({"size": 3}, {"global_batch": 96}),
