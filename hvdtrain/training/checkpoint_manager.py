@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.adapters.common import CommonAdapter
-from hvdtrain.config.options import Options
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import STATE_FILE
@@ -18,7 +16,7 @@ from hvdtrain.steps.sharding import Position
 from hvdtrain.steps.summary import Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
-from hvdtrain.tasks.task import Task
+from hvdtrain.training.plan import Session, weights_origin
 
 
 @dataclass
@@ -42,10 +40,14 @@ class CheckpointManager:
     All ranks must call its methods together; only rank 0 reads and writes.
     """
 
-    def __init__(
-        self, options: Options, adapter: CommonAdapter, task: Task, origin: dict[str, object]
-    ) -> None:
-        self.options, self.adapter, self.task, self.origin = options, adapter, task, origin
+    def __init__(self, session: Session) -> None:
+        self.options, self.adapter, self.task = session.options, session.adapter, session.task
+        self.origin = {
+            **weights_origin(session.workload, session.options, session.plan),
+            "optimizer": session.options.optimizer,
+            "training_samples": session.task.train.samples,
+            "seed": session.options.seed,
+        }
         self.path: str | None = None
         self._saved: Any = None  # mark of the checkpoint at ``path``
         self._check_lock: Callable[[], None] = lambda: None

@@ -22,7 +22,7 @@ from hvdtrain.tasks.dataset import Batch
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.on_nan import OnNan
-from hvdtrain.training.plan import Session, weights_origin
+from hvdtrain.training.plan import Session
 from hvdtrain.training.progress import Figures, Progress
 from hvdtrain.training.summary import (
     headline,
@@ -46,10 +46,10 @@ class TrainingLoop:
     """One training, from its start or a checkpoint to its stop; created by ``trainer.train``."""
 
     def __init__(self, session: Session, shards: Shards, rate: LearningRate) -> None:
-        workload, options, plan = session.workload, session.options, session.plan
-        adapter, task = session.adapter, session.task
-        self.session, self.workload, self.options, self.plan = session, workload, options, plan
-        self.adapter, self.task, self.shards, self.rate = adapter, task, shards, rate
+        self.session, self.shards, self.rate = session, shards, rate
+        self.workload, self.task = session.workload, session.task
+        self.options, self.plan = options, plan = session.options, session.plan
+        self.adapter = adapter = session.adapter
         self.clock = Clock()
         self.now = TrainState()
         self.preemption = Preemption(adapter.communicator, self._want_stop)
@@ -58,17 +58,11 @@ class TrainingLoop:
         self.train_loss: float | None = None
         self.interval_sum = 0.0  # of this rank's losses since the last log line
         self.interval_count = 0  # number of samples since then, of all ranks
-        origin = {
-            **weights_origin(workload, options, plan),
-            "optimizer": options.optimizer,
-            "training_samples": task.train.samples,
-            "seed": options.seed,
-        }
         self.compiled: set[int] = set()  # sizes of global batches
-        self.checkpoints = CheckpointManager(options, adapter, task, origin)
-        self.on_nan = OnNan(options, adapter, task, self.checkpoints)
+        self.checkpoints = CheckpointManager(session)
+        self.on_nan = OnNan(session, self.checkpoints)
         # Reading a loss synchronizes with a GPU; on a CPU it is free.
-        self.read_every = 20 if adapter.has_gpu or task.deferred else 1
+        self.read_every = 20 if adapter.has_gpu or self.task.deferred else 1
         self.log_every = max(1, math.ceil(shards.steps_per_epoch / LINES_PER_EPOCH))
         if options.log_every:
             self.log_every = options.log_every

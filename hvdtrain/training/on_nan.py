@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvdtrain.adapters.common import CommonAdapter
-from hvdtrain.config.options import Options
 from hvdtrain.errors import TrainingError
 from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.integrity import rank_names
 from hvdtrain.steps.sharding import Part, Position
 from hvdtrain.system.runtime.exit import agreed
-from hvdtrain.tasks.task import NotFinite, Task
+from hvdtrain.tasks.task import NotFinite
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
+from hvdtrain.training.plan import Session
 
 MOST_SKIPPED = 10  # consecutive updates that --on-nan skip skips
 MOST_ROLLBACKS = 3
@@ -25,11 +24,9 @@ class OnNan:
     goes back and repeats it, and this time the task reports it at once.
     """
 
-    def __init__(
-        self, options: Options, adapter: CommonAdapter, task: Task, checkpoints: CheckpointManager
-    ) -> None:
-        self._mode, self._checkpoints = options.on_nan, checkpoints
-        self._adapter, self._task = adapter, task
+    def __init__(self, session: Session, checkpoints: CheckpointManager) -> None:
+        self._mode, self._checkpoints = session.options.on_nan, checkpoints
+        self._adapter, self._task = adapter, task = session.adapter, session.task
         self._consecutive = 0  # number of updates skipped without one made since
         self._may_defer = task.may_defer = task.may_defer or adapter.has_gpu
 
