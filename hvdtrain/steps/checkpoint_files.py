@@ -30,7 +30,8 @@ from hvdtrain.system.files import read_regular
 Arrays = dict[str, np.ndarray[Any, Any]]
 Tensors = Mapping[str, Any]  # arrays, or objects convertible by np.asarray: Stored
 State = dict[str, Any]
-"""JSON values of ``STATE_FILE``."""
+"""JSON values of ``STATE_FILE``: ``step``, ``origin`` (framework, model, dataset size), position,
+counters, and ``metrics`` of the last evaluation (or null)."""
 
 FORMAT = 1
 MODEL_FILE, TRAINING_FILE, STATE_FILE = "model.safetensors", "training.safetensors", "state.json"
@@ -50,35 +51,21 @@ DAMAGE = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a checkpoint.
+    """Content of a checkpoint; tensors are read on demand if it is loaded from files."""
 
-    Attributes:
-        model: parameters and buffers by name; read on demand if loaded from a file.
-        training: optimizer state and other tensors for resuming, by name; likewise.
-        state: JSON values: ``step``, ``origin`` (framework, model, dataset size),
-            position and counters, and ``metrics`` of the last evaluation (or null).
-        path: the directory if it was read from one.
-    """
-
-    model: Tensors
-    training: Tensors
+    model: Tensors  # parameters and buffers by name
+    training: Tensors  # optimizer state and other tensors for resuming, by name
     state: State = field(default_factory=dict)
-    path: Path | None = None
+    path: Path | None = None  # the directory if it was read from one
 
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor file of a checkpoint that is being written.
-
-    Attributes:
-        name: name of the file.
-        sha256: digest of its content.
-        tensors: size in bytes of its tensors, by name.
-    """
+    """A tensor file of a checkpoint that is being written."""
 
     name: str
     sha256: str
-    tensors: dict[str, int]
+    tensors: dict[str, int]  # their sizes in bytes, by name
 
 
 def file_of(kind: str, index: int, number: int) -> str:

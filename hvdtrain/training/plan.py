@@ -32,29 +32,17 @@ class Schedule(TypedDict):
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A training with every default filled in; equal on all ranks.
+    """A training with every default filled in; equal on all ranks."""
 
-    Attributes:
-        model: name of the network.
-        global_batch: samples per step over all ranks.
-        epochs: length of the schedule.
-        num_steps: number of updates after which it stops earlier; None: no limit.
-        lr_scaling: scaling rule of the learning rate with the world size.
-        lr: learning rate for one rank.
-        schedule: the other arguments of ``scale_learning_rate``; see ``schedule_over``.
-        warmup_steps: length of the warm-up, in updates; None: that of ``schedule``.
-        weight_decay: L2 penalty.
-    """
-
-    model: str
-    global_batch: int
-    epochs: int
-    num_steps: int | None
-    lr_scaling: str
-    lr: float
-    schedule: Schedule
-    weight_decay: float
-    warmup_steps: int | None = None
+    model: str  # name of the network
+    global_batch: int  # samples per step over all ranks
+    epochs: int  # length of the schedule
+    num_steps: int | None  # number of updates after which it stops earlier; None: no limit
+    lr_scaling: str  # scaling rule of the learning rate with the world size
+    lr: float  # for one rank
+    schedule: Schedule  # see ``schedule_over``
+    weight_decay: float  # L2 penalty
+    warmup_steps: int | None = None  # in updates; None: the warm-up of ``schedule``
 
     def schedule_over(self, samples: int) -> Schedule:
         """Return the arguments of ``scale_learning_rate`` for epochs of ``samples``."""

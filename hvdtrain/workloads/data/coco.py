@@ -40,31 +40,21 @@ class Annotation(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Coco:
-    """The images of a split, in the order of their ids.
+    """The n images of a split, in the order of their ids, and their m boxes.
 
-    Attributes:
-        files: files of the images.
-        ids: ids of the images, int64, shape (n,).
-        sizes: width and height, in pixels, int64, shape (n, 2).
-        boxes: left, top, right and bottom, in pixels, float64, shape (m, 4), grouped by image;
-            without crowds, clipped to the image, with positive area.
-        labels: indices in ``categories``, int64, shape (m,).
-        first: index of the first box of each image, and the number of boxes, int64, shape (n + 1,).
-        categories: ids of the categories, increasing; ``names`` in the same order.
-        annotations: annotations of these images, including crowds.
-        notes: lines for the user on skipped images and annotations.
+    Boxes are grouped by image, without crowds, clipped to the image, with positive area.
     """
 
     files: Files
-    ids: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    boxes: NDArray[np.float64]
-    labels: NDArray[np.int64]
-    first: NDArray[np.int64]
-    categories: list[int]
-    names: list[str]
-    annotations: list[Annotation]
-    notes: tuple[str, ...] = ()
+    ids: NDArray[np.int64]  # of the images, shape (n,)
+    sizes: NDArray[np.int64]  # width and height, in pixels, shape (n, 2)
+    boxes: NDArray[np.float64]  # left, top, right and bottom, in pixels, shape (m, 4)
+    labels: NDArray[np.int64]  # indices in ``categories``, shape (m,)
+    first: NDArray[np.int64]  # index of the first box of each image, and m, shape (n + 1,)
+    categories: list[int]  # ids, increasing
+    names: list[str]  # of the categories
+    annotations: list[Annotation]  # of these images, including crowds
+    notes: tuple[str, ...] = ()  # lines for the user on skipped images and annotations
 
     @property
     def digest(self) -> str:
@@ -82,9 +72,7 @@ class Coco:
 def load(directory: Path, *, skip_broken: bool = False) -> tuple[Coco, Coco | None]:
     """Return ``train2017`` and ``val2017`` of ``directory``; None: no annotations of val2017.
 
-    Args:
-        directory: directory in COCO's layout, or packed.
-        skip_broken: whether to skip missing images.
+    The ``directory`` has COCO's layout, or is packed; ``skip_broken``: missing images are skipped.
 
     Raises:
         UsageError: a file is missing or broken, or the categories of the splits differ.

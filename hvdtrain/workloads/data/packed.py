@@ -55,21 +55,13 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The samples of a part of the dataset, e.g. ``train``, in order.
+    """The samples of a part of the dataset, e.g. ``train``, in order."""
 
-    Attributes:
-        shard: index of the shard of each sample, int32.
-        offset: offset in the shard, int64.
-        size: size in bytes, int64.
-        names: paths below the folder of the split, uint8, each followed by a zero byte.
-        labels: int32; empty if the files have no classes.
-    """
-
-    shard: NDArray[np.int32]
-    offset: NDArray[np.int64]
-    size: NDArray[np.int64]
-    names: NDArray[np.uint8]
-    labels: NDArray[np.int32]
+    shard: NDArray[np.int32]  # index of the shard of each sample
+    offset: NDArray[np.int64]  # in the shard
+    size: NDArray[np.int64]  # in bytes
+    names: NDArray[np.uint8]  # paths below the folder of the split, each followed by a zero byte
+    labels: NDArray[np.int32]  # empty if the files have no classes
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -81,25 +73,15 @@ class Split:
 
 @dataclass(frozen=True)
 class PackIndex:
-    """The contents of packed data.
+    """The contents of packed data."""
 
-    Attributes:
-        kind: ``IMAGES``, ``COCO`` or ``MNIST``.
-        shards: all shards.
-        splits: splits by name.
-        files: files other than samples, e.g. annotations, by path.
-        classes: names of the classes, by label.
-        resize: maximum length of the shorter side of an image, in pixels; 0: not resized.
-        source: digest of the source data and the options of the packing.
-    """
-
-    kind: str
+    kind: str  # ``IMAGES``, ``COCO`` or ``MNIST``
     shards: list[Shard]
     splits: Mapping[str, Split]
-    files: Mapping[str, Member]
-    classes: list[str]
-    resize: int
-    source: str
+    files: Mapping[str, Member]  # files other than samples, e.g. annotations, by path
+    classes: list[str]  # names, by label
+    resize: int  # maximum pixels of the shorter side of an image; 0: not resized
+    source: str  # digest of the source data and the options of the packing
 
     def save(self, folder: Path) -> None:
         """Write the index of ``folder``, which completes the packed data.

@@ -35,9 +35,7 @@ TRIES = 50
 class BoxReader:
     """Reads images and boxes for ``ReadAhead``; pixels uint8, shape (n, 3, 300, 300).
 
-    Args:
-        coco: the data.
-        seed: seed of the augmentation.
+    The augmentation is a function of ``seed``, epoch and sample.
     """
 
     def __init__(self, coco: Coco, seed: int) -> None:

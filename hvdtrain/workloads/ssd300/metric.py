@@ -34,10 +34,8 @@ DETECTED, TRUE = "#d55e00", "#009e73"
 class MeanAveragePrecision(Metric):
     """COCO's average precision over IoU 0.5 to 0.95, at 0.5, and of each category at 0.5.
 
-    Args:
-        coco: the data to evaluate on.
-        pictures: folder for pictures of the first images with detections; None: no pictures.
-        reader: reader that opens the images.
+    If a folder for ``pictures`` is specified, the first images are drawn there with detections;
+    ``reader`` opens them.
     """
 
     names = ("map", "map50")

@@ -33,11 +33,9 @@ LARGE = (1024, 512, 512, 256, 256, 256)  # channels of the feature maps
 
 
 class SSD300(nn.Module):
-    """The network, for images of shape (n, 3, 300, 300).
+    """The network, for images of shape (n, 3, 300, 300), by the ResNet ``model``.
 
-    Args:
-        model: the ResNet.
-        classes: categories; background is one more.
+    Background is a class in addition to ``classes``.
     """
 
     def __init__(self, model: str, classes: int) -> None:
