@@ -69,15 +69,10 @@ class Names(Sequence[str]):
 
 
 class Files(ABC):
-    """The files of one split of a dataset, in order; sent to worker processes by pickle.
+    """The files of one split of a dataset, in order; sent to worker processes by pickle."""
 
-    Attributes:
-        names: paths of the files, relative to the folder of the split.
-        variant: conversion of their content, e.g. a resize; part of the digest.
-    """
-
-    names: Names
-    variant = b""
+    names: Names  # paths, relative to the folder of the split
+    variant = b""  # conversion of their content, e.g. a resize; part of the digest
 
     def __len__(self) -> int:
         return len(self.names)

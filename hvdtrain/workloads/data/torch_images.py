@@ -36,15 +36,10 @@ MOST_AHEAD = 16  # maximum number of batches in /dev/shm per rank
 
 
 class Reader(Protocol):
-    """Reads the samples of a batch, in worker processes, to which it is sent by pickle.
+    """Reads the samples of a batch, in worker processes, to which it is sent by pickle."""
 
-    Attributes:
-        samples: number of samples.
-        digest: digest of the samples in order.
-    """
-
-    samples: int
-    digest: str
+    samples: int  # number of samples
+    digest: str  # of the samples in order
 
     def batch(self, indices: list[int], epoch: int | None) -> Batch:
         """Return these samples; with an epoch, augmented as a function of seed, epoch and sample.
