@@ -191,11 +191,7 @@ class _Builder:
 def network(model: str, classes: int, image_size: int, dtype: str = "float32") -> keras.Model:
     """Return the ResNet called ``model``, for images of shape (n, image_size, image_size, 3).
 
-    Args:
-        model: one of ``STAGES``.
-        classes: outputs.
-        image_size: side of an image, in pixels.
-        dtype: of weights and computation.
+    The names are those of ``STAGES``; ``dtype`` is that of weights and computation.
     """
     blocks, bottleneck = STAGES[model]
     build = _Builder(dtype)

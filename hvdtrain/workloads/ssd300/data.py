@@ -103,14 +103,11 @@ def _resized(image: Image.Image, crop: Sequence[float]) -> Image.Image:
 
 
 def draw_crop(boxes: Boxes) -> tuple[float, float, float, float]:
-    """Draw a part of an image by torch's generator (section 2.2 of the paper).
+    """Draw a part of an image with ``boxes`` by torch's generator (section 2.2 of the paper).
 
-    Args:
-        boxes: boxes of the image, corners as fractions, shape (k, 4).
-
-    Returns:
-        Corners as fractions: of the whole image, or of a part with 0.3 to 1 of each side and an
-        aspect ratio from 1/2 to 2, which contains the centre of a box with sufficient overlap.
+    Boxes, shape (k, 4), and result are corners as fractions: of the whole image, or of a part with
+    0.3 to 1 of each side and an aspect ratio from 1/2 to 2, which contains the centre of a box with
+    sufficient overlap.
     """
     while True:
         least = OVERLAPS[int(torch.randint(len(OVERLAPS), ()))]

@@ -88,16 +88,10 @@ class MeanAveragePrecision(Metric):
 
 
 def detections(coco: Coco, defaults: torch.Tensor, index: int, output: Array) -> Array:
-    """Return the detections in an image.
+    """Return the detections in the image at ``index``, float64, shape (n, 7): see ``FIELDS``.
 
-    Args:
-        coco: the data.
-        defaults: see ``default_boxes``.
-        index: index of the image.
-        output: output of the network for it, shape (8732, 4 + classes).
-
-    Returns:
-        float64, shape (n, 7): see ``FIELDS``; in pixels of the image as it is stored.
+    They are in pixels of the image as it is stored. ``defaults`` are the ``default_boxes``, and
+    ``output`` is that of the network for the image, shape (8732, 4 + classes).
     """
     boxes, labels, scores = (
         tensor.numpy() for tensor in detect(torch.from_numpy(output), defaults)
@@ -110,14 +104,10 @@ def detections(coco: Coco, defaults: torch.Tensor, index: int, output: Array) ->
 
 
 def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
-    """Return the average precisions of detections, computed by pycocotools.
+    """Return the average precisions of all detections, shape (n, 7), computed by pycocotools.
 
-    Args:
-        coco: the data; crowds are ignored.
-        detected: all detections, shape (n, 7): see ``FIELDS``.
-
-    Returns:
-        ``map``, ``map50``, and ``ap50/NAME`` of each category with true boxes.
+    These are ``map``, ``map50``, and ``ap50/NAME`` of each category with true boxes; crowds are
+    ignored.
 
     Raises:
         UsageError: pycocotools is not installed.
