@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -28,7 +30,9 @@ class TrainState:
     samples: int = 0  # number trained on since the start, over all ranks
     loss_sum: float = 0.0  # sum of the losses of this epoch's samples, of this rank
     loss_count: int = 0  # number of samples in ``loss_sum``
-    metrics: dict[str, float] | None = None  # on the test set after ``step``; None: not evaluated
+    metrics: dict[str, int | float] | None = (
+        None  # on the test set after ``step``; None: not evaluated
+    )
     skipped: int = 0  # number of updates skipped since the start: gradients were not finite
     # Start of each global batch that is skipped after a rollback: [epoch, consumed].
     left_out: list[list[int]] = field(default_factory=list)
@@ -95,10 +99,7 @@ class CheckpointManager:
         )
         if state is None:
             return None
-        now = TrainState(
-            **{item.name: state[item.name] for item in fields(TrainState) if item.name in state}
-        )
-        now.position = Position(**state["position"])
+        now = msgspec.convert(state, TrainState)
         if self.adapter.world.data_rank:  # only data rank 0 continues the sums of this epoch
             now.loss_sum, now.loss_count = 0.0, 0
         self.path, self._saved = state["path"], _mark(now)
