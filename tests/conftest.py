@@ -120,6 +120,11 @@ def ranks(number: int, *arguments: str, timeout: float = 240, **extra: str) -> O
 Ranks = Callable[..., Outcome]
 
 
+def flipped(data: bytes, offset: int, mask: int = 1) -> bytes:
+    """Return ``data`` with other bits, those of ``mask``, in a byte."""
+    return data[:offset] + bytes([data[offset] ^ mask]) + data[offset + 1 :]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run unit tests first, as they are fastest."""
     items.sort(key=lambda item: "unit" not in item.path.parts)

@@ -33,6 +33,7 @@ from hvdtrain.steps.checkpoint_files import (
     Tensors,
     read,
 )
+from tests.conftest import flipped
 
 FILES = (MODEL_FILE, TRAINING_FILE, STATE_FILE)
 
@@ -242,10 +243,6 @@ def test_a_truncated_or_changed_file_is_skipped(
         assert_falls_back(two, newest, caplog)
     (newest / name).write_bytes(whole)
     assert is_intact(load_newest(two), 2)
-
-
-def flipped(data: bytes, offset: int, mask: int) -> bytes:
-    return data[:offset] + bytes([data[offset] ^ mask]) + data[offset + 1 :]
 
 
 def test_no_flipped_bit_of_the_state_goes_unnoticed(two: Path) -> None:

@@ -14,7 +14,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.training.staging import Copy
 from hvdtrain.workloads.data.image_folder import load
 from hvdtrain.workloads.data.packed import INDEX
-from tests.conftest import unmeasured
+from tests.conftest import flipped, unmeasured
 
 
 @pytest.fixture
@@ -68,9 +68,7 @@ def test_other_data_of_the_same_name_go_elsewhere(data: Path, tmp_path: Path) ->
 def test_only_damaged_shards_are_copied_again(data: Path, tmp_path: Path) -> None:
     first = staged(data, tmp_path / "disk")
     shards = sorted(first.folder.glob("*.tar"))
-    content = bytearray(shards[0].read_bytes())
-    content[3000] ^= 1
-    shards[0].write_bytes(content)
+    shards[0].write_bytes(flipped(shards[0].read_bytes(), 3000))
     shards[1].unlink()
     shards[2].write_bytes(b"")
     again = staged(data, tmp_path / "disk")
@@ -125,8 +123,7 @@ def test_obstacles_are_reported(
         patch.setattr("shutil.disk_usage", lambda _: type("Free", (), {"free": 5000})())
         assert "4.9 KiB are free: " in refusal(data, tmp_path / "full")
     shard = data / "val-000001.tar"
-    content = bytearray(shard.read_bytes())
-    content[2000] ^= 1
+    content = flipped(shard.read_bytes(), 2000)
     shard.write_bytes(content)
     assert f"{shard} is damaged (its SHA-256" in refusal(data, tmp_path / "disk")
     shard.write_bytes(content[:512])

@@ -29,7 +29,7 @@ from hvdtrain.commands.data_fetch import fetch as fetching
 from hvdtrain.commands.data_fetch.catalogue import DATA_SETS, DataSet, Files, Remote, members
 from hvdtrain.commands.data_fetch.fetch import Fetch
 from hvdtrain.errors import HvdtrainError, UsageError
-from tests.conftest import SHARED
+from tests.conftest import SHARED, flipped
 
 NOISE = np.random.default_rng(0).bytes(100_000)
 NAMED = {data_set.name: data_set for data_set in DATA_SETS}
@@ -295,7 +295,7 @@ METHOD = ZIP.index(b"PK\1\2") + 10  # the compression method, in the directory
 @pytest.mark.parametrize("position", [len(ZIP) // 2, METHOD], ids=["content", "method"])
 def test_a_damaged_zip_is_downloaded_again(position: int, server: Server, tmp_path: Path) -> None:
     data_set = served(server, "coco", ("v.zip", ZIP, ("val2017",)))
-    server.files["v.zip"] = ZIP[:position] + bytes([ZIP[position] ^ 77]) + ZIP[position + 1 :]
+    server.files["v.zip"] = flipped(ZIP, position, 77)
     with pytest.raises(HvdtrainError, match="cannot be unpacked"):
         Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {}

@@ -25,7 +25,7 @@ from hvdtrain.workloads.data.files import PackedFiles, open_split, read_file
 from hvdtrain.workloads.data.image_folder import ImageFolder, load, without_broken
 from hvdtrain.workloads.data.packed import INDEX, WORK, Pack, PackIndex
 from hvdtrain.workloads.mnist import data as mnist
-from tests.conftest import unmeasured
+from tests.conftest import flipped, unmeasured
 from tests.unit.workloads.mnist.test_data import write as write_mnist
 
 SHARED = Path(__file__).resolve().parents[5] / "shared" / "data"
@@ -214,9 +214,7 @@ def test_damaged_or_changed_shards_are_packed_again(
             packed(folder, out)
     assert not (out / INDEX).exists()
     shards = sorted(out.glob("*.tar"))
-    content = bytearray(shards[1].read_bytes())
-    content[700] ^= 1
-    shards[1].write_bytes(content)
+    shards[1].write_bytes(flipped(shards[1].read_bytes(), 700))
     shards[2].write_bytes(b"short")
     shards[3].unlink()
     (out / "val-000777.tar").write_bytes(b"of other options")
@@ -267,9 +265,7 @@ def test_check_reports_each_shard_and_an_index_with_a_changed_bit(
     assert (data["ok"], data["samples"], data["splits"]) == (True, 48, {"train": 24, "val": 24})
     bad = [out / "train-000001.tar", out / "val-000000.tar"]
     for path in bad:
-        content = bytearray(path.read_bytes())
-        content[5000] ^= 4
-        path.write_bytes(content)
+        path.write_bytes(flipped(path.read_bytes(), 5000, 4))
     assert cli.main(["pack", "--check", str(out), "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert [problem.partition(":")[0] for problem in data["problems"]] == [*map(str, bad)]
@@ -286,10 +282,9 @@ def test_a_damaged_index_is_rejected_or_harmless(
 ) -> None:
     root = tmp_path_factory.mktemp("damage")
     packed(fill(root / "in", noise(2, 100)), root / "out")
-    content = bytearray((root / "out" / INDEX).read_bytes())
+    content = (root / "out" / INDEX).read_bytes()
     offset = min(len(content) - 1, int(position * len(content)))
-    content[offset] ^= bits
-    (root / "out" / INDEX).write_bytes(content[:offset] if cut else content)
+    (root / "out" / INDEX).write_bytes(content[:offset] if cut else flipped(content, offset, bits))
     try:
         for split in load(root / "out"):
             if split is not None:
