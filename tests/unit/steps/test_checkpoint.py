@@ -33,7 +33,7 @@ from hvdtrain.steps.checkpoint_files import (
     Tensors,
     read,
 )
-from tests.conftest import flipped
+from tests.conftest import error_of, flipped
 
 FILES = (MODEL_FILE, TRAINING_FILE, STATE_FILE)
 
@@ -411,10 +411,8 @@ def test_everything_is_on_disk_before_the_rename(
 def test_if_all_are_damaged_the_error_names_the_remedy(two: Path) -> None:
     for name in sorted_names(two):
         (two / name / TRAINING_FILE).write_bytes(b"x")
-    with pytest.raises(UsageError, match="--resume never") as caught:
-        load_newest(two)
-    assert str(two) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = error_of(load_newest, two)
+    assert str(two) in message and "--resume never" in message
 
 
 # Loading a checkpoint by its path
@@ -443,10 +441,8 @@ def test_a_refused_or_missing_checkpoint_is_a_usage_error(two: Path, tmp_path: P
         (folder / MODEL_FILE, "is not a directory"),
         (two / "absent", "does not exist"),
     ):
-        with pytest.raises(UsageError) as caught:
-            checkpoints.load(path, refuse)
-        assert str(path) in str(caught.value) and words in str(caught.value)
-        assert "\n" not in str(caught.value) and "--resume" not in str(caught.value)
+        message = error_of(checkpoints.load, path, refuse)
+        assert str(path) in message and words in message and "--resume" not in message
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"there is no checkpoint in .*empty"):
         checkpoints.load(tmp_path / "empty")
@@ -536,12 +532,9 @@ def test_a_full_disk_costs_only_the_new_checkpoint(small_disk: Path, where: str)
         {**small.training, **(large if where == "training" else {})},
         {**small.state, **({"note": "x" * 640_000} if where == "state" else {})},
     )
-    with pytest.raises(CheckpointError, match="No space left") as caught:
-        save(small_disk, checkpoint, keep=3)
-    assert str(small_disk) in str(caught.value)
-    assert "step 2" in str(caught.value)
-    assert "step-000000001 is intact" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = error_of(save, small_disk, checkpoint, keep=3, kind=CheckpointError)
+    for words in ("No space left", str(small_disk), "step 2", "step-000000001 is intact"):
+        assert words in message
     assert sorted_names(small_disk) == ["step-000000001"]
     assert is_intact(load_newest(small_disk), 1)
     save(small_disk, checkpoint_of(3), keep=3)  # the space is free again

@@ -14,7 +14,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.training.staging import Copy
 from hvdtrain.workloads.data.image_folder import load
 from hvdtrain.workloads.data.packed import INDEX
-from tests.conftest import flipped, unmeasured
+from tests.conftest import error_of, flipped, unmeasured
 
 
 @pytest.fixture
@@ -38,11 +38,9 @@ def staged(data: Path, directory: Path) -> Copy:
 
 
 def refusal(data: Path, directory: Path) -> str:
-    with pytest.raises(HvdtrainError) as caught:
-        staged(data, directory)
-    assert "\n" not in str(caught.value)
+    message = error_of(staged, data, directory, kind=HvdtrainError)
     assert not list(directory.glob(f"*/{INDEX}"))
-    return str(caught.value)
+    return message
 
 
 def test_it_is_the_data_and_made_once(data: Path, tmp_path: Path) -> None:

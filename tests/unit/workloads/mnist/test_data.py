@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import struct
 import tracemalloc
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
 from hvdtrain.workloads.mnist.data import find, load, read_idx
-from tests.conftest import flipped
+from tests.conftest import error_of, flipped
 
 U8 = NDArray[np.uint8]
 NAMES = {
@@ -53,11 +54,7 @@ def write(directory: Path, form: str = "") -> Path:
     return directory
 
 
-def refusal(directory: Path) -> str:
-    with pytest.raises(UsageError) as caught:
-        load(directory)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refusal = functools.partial(error_of, load)
 
 
 @pytest.mark.parametrize("form", ["", "gz"])
