@@ -119,8 +119,7 @@ class Lines:
 def evaluate_only(session: Session, device: str) -> int:
     """Evaluate a checkpoint, write predictions and summary; return the exit code.
 
-    Without a checkpoint, in a benchmark, all ranks evaluate the initial weights of rank 0. All
-    ranks must call it; ``device`` describes that of this rank.
+    All ranks must call it; ``device`` describes that of this rank.
 
     Raises:
         UsageError: on every rank: there is nothing to evaluate on, or no such checkpoint.
@@ -131,13 +130,7 @@ def evaluate_only(session: Session, device: str) -> int:
     if test is None or not test.samples:
         remedy = "use --data DIR that contains val/, or a task with test samples"
         raise agreed(UsageError(f"there are no samples to evaluate on: {remedy}"))
-    task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
-    origin = weights_origin(workload, options, session.plan)
-    path = options.checkpoint or options.checkpoint_dir
-    state: State = {"path": None, "step": 0}
-    if path is not None:
-        state = adapter.load_weights(path, task.model, origin=origin)
-    adapter.broadcast_state(task.model)
+    state = _load_weights(session)
     show = progress_of(session)
     show.begin(
         [
@@ -173,3 +166,19 @@ def evaluate_only(session: Session, device: str) -> int:
     table = evaluation_rows(summary, measured(task.metrics, metrics), options.predict)
     show.end(f"hvdtrain {workload.name}", table, summary)
     return EXIT_OK
+
+
+def _load_weights(session: Session) -> State:
+    """Load the checkpoint's weights on all ranks; return its other values.
+
+    Without a checkpoint, in a benchmark, all ranks receive the weights of rank 0.
+    """
+    options, task, adapter = session.options, session.task, session.adapter
+    task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
+    path = options.checkpoint or options.checkpoint_dir
+    state: State = {"path": None, "step": 0}
+    if path is not None:
+        origin = weights_origin(session.workload, options, session.plan)
+        state = adapter.load_weights(path, task.model, origin=origin)
+    adapter.broadcast_state(task.model)
+    return state
