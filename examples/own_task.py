@@ -11,7 +11,7 @@ from sklearn.metrics import r2_score
 
 from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.metrics import WholeSet
-from hvdtrain.tasks.pytorch import InMemory, TorchTask
+from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
 
 TEST = 89  # samples, the last ones
 

@@ -13,7 +13,7 @@ from sklearn.metrics import r2_score
 
 from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.metrics import WholeSet
-from hvdtrain.tasks.tensorflow import InMemory, TFTask, weight_dtype
+from hvdtrain.tasks.training_step_tensorflow import InMemory, TFTask, weight_dtype
 
 TEST = 89  # samples, the last ones
 

@@ -18,7 +18,7 @@ from arguments import DEVIATION, MEAN
 from PIL import Image
 
 from hvdtrain.steps.sharding import Shards
-from hvdtrain.tasks.pytorch import network_input
+from hvdtrain.tasks.training_step_pytorch import network_input
 from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.torch_images import Folder

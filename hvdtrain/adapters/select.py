@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from packaging.version import Version
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.comm_options import CommOptions, check_comm_options
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError

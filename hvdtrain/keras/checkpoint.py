@@ -15,7 +15,7 @@ import keras
 import numpy as np
 from typing_extensions import override
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
 from hvdtrain.keras.data import ModelCallback, note_samples, rate_of, step_sum

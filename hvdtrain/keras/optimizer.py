@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.adapters.common import CommonAdapter, RankHooks
+from hvdtrain.adapters.common_adapter import CommonAdapter, RankHooks
 from hvdtrain.adapters.tensorflow.buckets import Buckets
 from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute, reduction_of
 from hvdtrain.errors import UsageError

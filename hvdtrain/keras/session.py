@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import keras
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.select import adapter as select_adapter
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.runtime.detect import detect, is_elastic

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.select import check_fit
 from hvdtrain.config.comm_options import check_adasum, check_comm_options, check_stages
 from hvdtrain.config.declare import declared

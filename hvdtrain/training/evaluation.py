@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.steps.checkpoint_files import State

@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.tensor_file import file_digest
 from hvdtrain.system.files import FULL, lock

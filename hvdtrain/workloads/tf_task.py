@@ -1,5 +1,5 @@
-"""Former name of ``hvdtrain.tasks.tensorflow``."""
+"""Former name of ``hvdtrain.tasks.training_step_tensorflow``."""
 
 from hvdtrain.workloads import moved
 
-moved(__name__, "hvdtrain.tasks.tensorflow")
+moved(__name__, "hvdtrain.tasks.training_step_tensorflow")

@@ -1,5 +1,5 @@
-"""Former name of ``hvdtrain.tasks.pytorch``."""
+"""Former name of ``hvdtrain.tasks.training_step_pytorch``."""
 
 from hvdtrain.workloads import moved
 
-moved(__name__, "hvdtrain.tasks.pytorch")
+moved(__name__, "hvdtrain.tasks.training_step_pytorch")

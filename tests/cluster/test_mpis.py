@@ -38,7 +38,7 @@ class Stack:
     """An MPI and its environment."""
 
     dialect: str
-    """Its name in ``hvdtrain.commands.launch.mpirun``."""
+    """Its name in ``hvdtrain.commands.launch.launcher_choice``."""
     launcher: str
     """Its name in ``hvdtrain.system.runtime.detect``."""
     environ: dict[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.adapters.common import RankHooks
+from hvdtrain.adapters.common_adapter import RankHooks
 from hvdtrain.errors import UsageError
 
 SIZE = 16  # a parameter that fills its place in a bucket

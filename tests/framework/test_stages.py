@@ -105,7 +105,7 @@ def test_what_cannot_be_cut() -> None:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_what_is_handed_over_keeps_its_layout(last: bool) -> None:
-    batches = pytest.importorskip("hvdtrain.adapters.pytorch.micro_batches")
+    batches = pytest.importorskip("hvdtrain.adapters.pytorch.pipeline_schedule")
     kind = torch.channels_last if last else torch.contiguous_format
     for shape in ((3, 4, 5, 6), (1, 4, 1, 1), (0, 4, 5, 6)):
         value = torch.rand(*shape).contiguous(memory_format=kind)

@@ -15,7 +15,7 @@ def test_updates_are_seeded_as_by_torch_and_queue_nothing() -> None:
     """torch.manual_seed notes seed and stack for each kind of device that is not in use."""
     torch = pytest.importorskip("torch")
     from hvdtrain.tasks.dataset import Batch
-    from hvdtrain.tasks.pytorch import InMemory, TorchTask
+    from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
 
     options = replace(Options(), precision="fp32", device="cpu", weight_decay=0.0)
     x, y = np.zeros((8, 4), np.float32), np.zeros(8, np.int64)
@@ -40,7 +40,7 @@ def parameters_after_a_step(framework: str, clip_norm: float) -> np.ndarray[Any,
     task: Any
     if framework == "pytorch":
         torch = pytest.importorskip("torch")
-        from hvdtrain.tasks import pytorch
+        from hvdtrain.tasks import training_step_pytorch as pytorch
 
         model = torch.nn.Linear(2, 2)
         torch.nn.init.zeros_(model.weight)
@@ -48,7 +48,7 @@ def parameters_after_a_step(framework: str, clip_norm: float) -> np.ndarray[Any,
         task = pytorch.TorchTask(model, options, pytorch.InMemory(x, y, "cpu"), None)
     else:
         keras = pytest.importorskip("keras")
-        from hvdtrain.tasks import tensorflow
+        from hvdtrain.tasks import training_step_tensorflow as tensorflow
 
         layer = keras.layers.Dense(2, kernel_initializer="zeros", dtype="float64")
         model = keras.Sequential([keras.Input((2,), dtype="float64"), layer])
@@ -78,7 +78,7 @@ def test_a_fused_optimizer_leaves_updates_out_until_it_is_asked(optimizer: str, 
     """Everything is as before the first bad batch, running statistics and momentum too."""
     torch = pytest.importorskip("torch")
     from hvdtrain.tasks.dataset import Batch
-    from hvdtrain.tasks.pytorch import InMemory, TorchTask, make_optimizer
+    from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask, make_optimizer
 
     recipe = {"precision": "fp64", "device": "cpu", "weight_decay": 0.1, "clip_norm": 0.5}
     options = replace(Options(), **recipe, optimizer=optimizer)

@@ -102,7 +102,7 @@ def test_a_step_that_is_disabled_on_one_rank(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('OMPI_COMM_WORLD_RANK') == '1':\n"
-        "    from hvdtrain.adapters.common import CommonAdapter\n"
+        "    from hvdtrain.adapters.common_adapter import CommonAdapter\n"
         "    CommonAdapter.broadcast_state = lambda self, model, optimizer=None: ''\n"
     )
     stall = {

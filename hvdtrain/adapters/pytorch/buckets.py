@@ -27,8 +27,8 @@ from torch.utils import _pytree
 from typing_extensions import override
 
 from hvdtrain.adapters import partition
-from hvdtrain.adapters.common import RankHooks
-from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+from hvdtrain.adapters.common_adapter import RankHooks
+from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter
 from hvdtrain.adapters.pytorch.sums import TYPES, Compressed, Sums
 from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.errors import UsageError

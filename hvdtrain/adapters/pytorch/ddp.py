@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from hvdtrain.adapters.common import GradientSums
-from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+from hvdtrain.adapters.common_adapter import GradientSums
+from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter
 from hvdtrain.adapters.pytorch.sums import TYPES
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import TorchDistributed

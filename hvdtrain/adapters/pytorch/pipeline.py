@@ -22,8 +22,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_cuts
-from hvdtrain.adapters.pytorch.common import TorchView, tensor_of
-from hvdtrain.adapters.pytorch.micro_batches import Pipeline
+from hvdtrain.adapters.pytorch.adapter import TorchView, tensor_of
+from hvdtrain.adapters.pytorch.pipeline_schedule import Pipeline
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
 from hvdtrain.adapters.state_view import compare
 from hvdtrain.collectives.base import Communicator, SingleRank

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.common import TorchView, array_of, optimizer_tensors
+from hvdtrain.adapters.pytorch.adapter import TorchView, array_of, optimizer_tensors
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter
 from hvdtrain.adapters.state_view import DIFFERENT, SEEN, StateView, separate_buffers
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError

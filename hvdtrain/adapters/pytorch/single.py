@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.common import PyTorchAdapter
+from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter
 from hvdtrain.collectives.base import Communicator, SingleRank
 
 

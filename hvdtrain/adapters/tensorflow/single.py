@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from hvdtrain.adapters.tensorflow.common import TensorFlowAdapter
+from hvdtrain.adapters.tensorflow.adapter import TensorFlowAdapter
 from hvdtrain.collectives.base import Communicator, SingleRank
 
 

@@ -20,7 +20,7 @@ from hvdtrain.commands.launch.hosts import (
     parse_lines,
     read_hostfile,
 )
-from hvdtrain.commands.launch.mpirun import agent_settings, find_mpi
+from hvdtrain.commands.launch.launcher_choice import agent_settings, find_mpi
 from hvdtrain.commands.launch.torchrun import agent_commands
 from hvdtrain.config.values import positive
 from hvdtrain.errors import HvdtrainError, UsageError

@@ -25,7 +25,7 @@ from typing import IO
 import psutil
 
 from hvdtrain.commands.launch.argv import Launch
-from hvdtrain.commands.launch.mpirun import OPEN_MPI
+from hvdtrain.commands.launch.launcher_choice import OPEN_MPI
 from hvdtrain.commands.launch.outcome import JobOutcome, code_after_stop, report
 from hvdtrain.commands.launch.prepare import checkpoint_dir
 from hvdtrain.commands.launch.rank_output import (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.steps.sharding import Indices
 from hvdtrain.steps.world import World
@@ -103,7 +103,7 @@ def pytorch_task(options: Options, x: Array, y: Array, *, seed: int, buffers: bo
     """Build a network in PyTorch whose loss is the sum of the squared errors of a sample."""
     import torch
 
-    from hvdtrain.tasks.pytorch import InMemory, TorchTask
+    from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
 
     def squared_errors(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return ((output - target) ** 2).sum(1)
@@ -123,7 +123,7 @@ def tensorflow_task(options: Options, x: Array, y: Array, *, seed: int, buffers:
     import keras
     import tensorflow as tf
 
-    from hvdtrain.tasks.tensorflow import InMemory, TFTask
+    from hvdtrain.tasks.training_step_tensorflow import InMemory, TFTask
 
     def squared_errors(output: Any, target: Any) -> Any:
         return tf.reduce_sum((output - target) ** 2, 1)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from hvdtrain.adapters import select
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.commands.verify import STALLED, check_ranks, check_updates
 from hvdtrain.commands.verify.check_ranks import host_name, true_world
 from hvdtrain.commands.verify.probe import Facts, Probe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hvdtrain.tasks.pytorch import InMemory, TorchTask
+from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
 from hvdtrain.workloads.mnist.data import CLASSES, MnistOptions, Samples
 
 

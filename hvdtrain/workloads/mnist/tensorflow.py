@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 from keras import layers
 
-from hvdtrain.tasks.tensorflow import InMemory, TFTask, weight_dtype
+from hvdtrain.tasks.training_step_tensorflow import InMemory, TFTask, weight_dtype
 from hvdtrain.workloads.mnist.data import CLASSES, SIDE, MnistOptions, Samples
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 import hvdtrain.workloads.torchvision_mend  # noqa: F401
 from hvdtrain.errors import UsageError
 from hvdtrain.tasks.dataset import Dataset
-from hvdtrain.tasks.pytorch import TorchTask
+from hvdtrain.tasks.training_step_pytorch import TorchTask
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.torch_images import Synthetic, decoded
 from hvdtrain.workloads.resnet.task import DEVIATION, MEAN, RESIZE

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import initializers, layers
 
 from hvdtrain.tasks.dataset import Dataset
-from hvdtrain.tasks.tensorflow import TFTask, weight_dtype
+from hvdtrain.tasks.training_step_tensorflow import TFTask, weight_dtype
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.tf_images import Synthetic
 from hvdtrain.workloads.resnet.task import DEVIATION, MEAN, RESIZE

@@ -17,7 +17,7 @@ from torch import nn
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import is_regular
-from hvdtrain.tasks.pytorch import TorchTask
+from hvdtrain.tasks.training_step_pytorch import TorchTask
 from hvdtrain.workloads.data.coco import Coco
 from hvdtrain.workloads.data.torch_images import ReadAhead
 from hvdtrain.workloads.resnet.pytorch import BatchNorm2d, normalization, torchvision

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvdtrain.system.machine import accelerator
-from hvdtrain.tasks.pytorch import TorchTask
+from hvdtrain.tasks.training_step_pytorch import TorchTask
 
 BEFORE, LAST = 22, 36
 update = TorchTask.update

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.preflight import check_devices
 from hvdtrain.adapters.select import adapter
 from hvdtrain.errors import UsageError

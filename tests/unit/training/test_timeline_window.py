@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.training.timeline_window import TimelineWindow, prepare

@@ -219,7 +219,7 @@ class _Probe:
         """Return the seconds per image by stage, with its share of the work on a whole batch."""
         import torch
 
-        from hvdtrain.tasks.pytorch import network_input
+        from hvdtrain.tasks.training_step_pytorch import network_input
 
         batch = np.zeros((BATCH, SIDE, SIDE, 3), np.uint8)
         pixels = torch.from_numpy(batch).permute(0, 3, 1, 2)

@@ -79,7 +79,7 @@ def watch(recorder: ScriptRecorder, *, fresh: bool) -> None:
             "horovod.tensorflow": horovod.calls,
             "horovod.tensorflow.keras": horovod.calls,
             "horovod.keras": horovod.calls,
-            "hvdtrain.adapters.common": horovod.adapters,
+            "hvdtrain.adapters.common_adapter": horovod.adapters,
             "hvdtrain.steps.checkpoint": lambda module: watch_horovod.checkpoints(
                 module, recorder, fresh=fresh
             ),

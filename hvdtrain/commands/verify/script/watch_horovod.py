@@ -83,7 +83,7 @@ class HorovodWatch:
         replace(module, "_make_allreduce_grads_fn", self._reducer)
 
     def adapters(self, module: Any) -> None:
-        """Watch ``hvdtrain.adapters.common``."""
+        """Watch ``hvdtrain.adapters.common_adapter``."""
         owner = module.CommonAdapter
         call = self.recorder.call
         after(owner, "initialize", lambda a, k, world: self._initialized(world))

@@ -14,7 +14,7 @@ from hvdtrain.commands.doctor.checks import loading, machine, mpi, software
 from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.install_horovod.toolchain import Cuda, Nccl, Toolchain
-from hvdtrain.commands.launch.mpirun import Mpi, find_mpi
+from hvdtrain.commands.launch.launcher_choice import Mpi, find_mpi
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import TensorFlow, Torch
 from hvdtrain.system.machine.gpus import Driver, Gpu

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.common import Wrapper
+from hvdtrain.adapters.pytorch.adapter import Wrapper
 from hvdtrain.adapters.pytorch.ddp import weigh
 from hvdtrain.adapters.pytorch.sharded import ShardedAdapter, UpdateSums
 from hvdtrain.collectives.base import Communicator

@@ -16,10 +16,17 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.commands.launch import mpirun
+from hvdtrain.commands.launch import launcher_choice
 from hvdtrain.commands.launch.argv import BUILDERS, Launch, forwarded
 from hvdtrain.commands.launch.hosts import Allocation, Host, RankLayout, lay_out
-from hvdtrain.commands.launch.mpirun import AGENT, NAMES, Mpi, agent_settings, classify, find_mpi
+from hvdtrain.commands.launch.launcher_choice import (
+    AGENT,
+    NAMES,
+    Mpi,
+    agent_settings,
+    classify,
+    find_mpi,
+)
 from hvdtrain.errors import UsageError
 
 GOLDEN = Path(__file__).parent / "golden" / "launch.txt"

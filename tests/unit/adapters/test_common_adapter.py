@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.preflight import exchange
 from hvdtrain.adapters.state_view import StateView
 from hvdtrain.collectives.base import Communicator, SingleRank

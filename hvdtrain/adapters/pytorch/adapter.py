@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.common import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.pytorch import batchnorm
 from hvdtrain.adapters.state_view import StateView, check_names
 from hvdtrain.errors import UsageError
