@@ -78,7 +78,11 @@ def summary() -> str:
             text = value.value if isinstance(value, ast.Constant) else ""
             texts[node.target.id] = inspect.cleandoc(text).replace("``", "`")
     rows = [
-        (f"`{field.name}`", f"`{str(field.type).removesuffix(' | None')}`", texts[field.name])
+        (
+            f"`{field.name}`",
+            f"`{str(field.type).removesuffix(' | None').replace('Count', 'int')}`",
+            texts[field.name],
+        )
         for field in dataclasses.fields(Summary)
     ]
     return table("key | type | meaning", rows)

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from hvdtrain.errors import HvdtrainError, UsageError
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 BIN = Path(sys.executable).parent
@@ -141,6 +143,24 @@ def ranks(number: int, *arguments: str, timeout: float = 240, **extra: str) -> O
 
 
 Ranks = Callable[..., Outcome]
+
+
+def error_of(
+    function: Callable[..., object],
+    *arguments: Any,
+    kind: type[HvdtrainError] = UsageError,
+    **more: Any,
+) -> str:
+    """Return the error of ``kind`` that ``function`` raises, which is one line."""
+    with pytest.raises(kind) as caught:
+        function(*arguments, **more)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def flipped(data: bytes, offset: int, mask: int = 1) -> bytes:
+    """Return ``data`` with other bits, those of ``mask``, in a byte."""
+    return data[:offset] + bytes([data[offset] ^ mask]) + data[offset + 1 :]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

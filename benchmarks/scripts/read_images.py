@@ -21,7 +21,7 @@ from hvdtrain.steps.sharding import Shards
 from hvdtrain.tasks.training_step_pytorch import network_input
 from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.image_folder import ImageOptions
-from hvdtrain.workloads.data.torch_loader import Folder
+from hvdtrain.workloads.data.torch_images import Folder
 from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision
 
 BATCH, SIZE, SECONDS = 16, 224, 6.0

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from hvdtrain.steps.sharding import Shards
 from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.image_folder import ImageOptions
-from hvdtrain.workloads.data.torch_loader import Folder
+from hvdtrain.workloads.data.torch_images import Folder
 from hvdtrain.workloads.resnet.pytorch import random_crop
 
 BATCH = 16

@@ -25,6 +25,7 @@ from hvdtrain.steps.checkpoint_files import (
     STATE_FILE,
     TRAINING_FILE,
     Checkpoint,
+    State,
     Tensors,
     Written,
     flush,
@@ -81,7 +82,7 @@ def begin(directory: Path, step: int) -> Path:
     return partial
 
 
-def commit(partial: Path, files: list[Written], state: Mapping[str, Any], keep: int) -> Path:
+def commit(partial: Path, files: list[Written], state: State, keep: int) -> Path:
     """Complete the checkpoint in ``partial`` with its ``files``, rename it, and delete old ones.
 
     Returns:

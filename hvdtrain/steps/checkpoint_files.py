@@ -24,52 +24,48 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from hvdtrain.steps.tensor_file import Layout, Stored, TensorFile, digest_of, stored
+from hvdtrain.steps.tensor_file import ArraySpec, Stored, TensorFile, file_digest, stored
 from hvdtrain.system.files import read_regular
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 Tensors = Mapping[str, Any]  # arrays, or objects convertible by np.asarray: Stored
+State = dict[str, Any]
+"""JSON values of ``STATE_FILE``: ``step``, ``origin`` (framework, model, dataset size), position,
+counters, and ``metrics`` of the last evaluation (or null)."""
 
 FORMAT = 1
 MODEL_FILE, TRAINING_FILE, STATE_FILE = "model.safetensors", "training.safetensors", "state.json"
 # Errors of reading a file that may be damaged or malicious.
 DAMAGE = (
-    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
-    *(RecursionError, MemoryError, safetensors.SafetensorError),
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+    safetensors.SafetensorError,
 )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a checkpoint.
+    """Content of a checkpoint; tensors are read on demand if it is loaded from files."""
 
-    Attributes:
-        model: parameters and buffers by name; read on demand if loaded from a file.
-        training: optimizer state and other tensors for resuming, by name; likewise.
-        state: JSON values: ``step``, ``origin`` (framework, model, dataset size),
-            position and counters, and ``metrics`` of the last evaluation (or null).
-        path: the directory if it was read from one.
-    """
-
-    model: Tensors
-    training: Tensors
-    state: dict[str, Any] = field(default_factory=dict)
-    path: Path | None = None
+    model: Tensors  # parameters and buffers by name
+    training: Tensors  # optimizer state and other tensors for resuming, by name
+    state: State = field(default_factory=dict)
+    path: Path | None = None  # the directory if it was read from one
 
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor file of a checkpoint that is being written.
-
-    Attributes:
-        name: name of the file.
-        sha256: digest of its content.
-        tensors: size in bytes of its tensors, by name.
-    """
+    """A tensor file of a checkpoint that is being written."""
 
     name: str
     sha256: str
-    tensors: dict[str, int]
+    tensors: dict[str, int]  # their sizes in bytes, by name
 
 
 def file_of(kind: str, index: int, number: int) -> str:
@@ -93,13 +89,13 @@ def _index(files: list[Written]) -> bytes:
 def write(path: Path, arrays: Arrays) -> Written:
     """Write ``arrays`` to the file ``path``, types with large elements first for alignment."""
     ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    file = TensorFile(path, {name: Layout.of(value) for name, value in ordered.items()})
+    file = TensorFile(path, {name: ArraySpec.of(value) for name, value in ordered.items()})
     for name, value in ordered.items():
         file.write(name, value)
     return Written(path.name, file.close(), {name: array.nbytes for name, array in arrays.items()})
 
 
-def _digest_of_state(state: Mapping[str, Any]) -> str:
+def _digest_of_state(state: State) -> str:
     # Of all entries except this digest.
     digests = {name: value for name, value in state["sha256"].items() if name != STATE_FILE}
     text = json.dumps({**state, "sha256": digests}, sort_keys=True)
@@ -122,7 +118,7 @@ def flush(folder: Path) -> None:
         os.close(handle)
 
 
-def seal(folder: Path, files: list[Written], state: Mapping[str, Any]) -> None:
+def seal(folder: Path, files: list[Written], state: State) -> None:
     """Complete a checkpoint with ``files``: write the index of each kind and ``STATE_FILE``."""
     for kind in (MODEL_FILE, TRAINING_FILE):
         here = [file for file in files if kind_of(file.name) == kind]
@@ -145,18 +141,18 @@ def read(folder: Path) -> Checkpoint:
     """
     state = read_state(folder)
     for name, digest in state["sha256"].items():
-        if name != STATE_FILE and digest_of(folder / Path(name).name) != digest:
+        if name != STATE_FILE and file_digest(folder / Path(name).name) != digest:
             raise ValueError(f"the checksum of {name} is wrong")
     return unchecked(folder, state)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path) -> State:
     """Read and check the state of a checkpoint, without its tensors.
 
     Raises:
         DAMAGE: see ``read``.
     """
-    state: dict[str, Any] = json.loads(read_regular(folder / STATE_FILE))
+    state: State = json.loads(read_regular(folder / STATE_FILE))
     if state["format"] != FORMAT:
         raise ValueError(f"format {state['format']}, this hvdtrain reads {FORMAT}")
     if _digest_of_state(state) != state["sha256"][STATE_FILE]:
@@ -166,7 +162,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def unchecked(folder: Path, state: dict[str, Any]) -> Checkpoint:
+def unchecked(folder: Path, state: State) -> Checkpoint:
     """Return the checkpoint in ``folder``, which another rank has checked.
 
     Raises:

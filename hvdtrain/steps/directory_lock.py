@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import json
 import logging
 import os
 import socket
@@ -18,9 +17,10 @@ import tempfile
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from hvdtrain.errors import CheckpointError, UsageError
@@ -140,8 +140,8 @@ class DirectoryLock:
 
     def _create(self) -> bool:
         try:
-            with self.path.open("x") as file:
-                json.dump(asdict(self.owner), file)
+            with self.path.open("xb") as file:
+                file.write(msgspec.json.encode(self.owner))
         except FileExistsError:
             return False
         return True
@@ -197,8 +197,8 @@ def _read_holder(path: Path) -> Holder | None:
     """Return the holder of the lock ``path``, or None."""
     owner = None
     # The owner is unknown if the file is incomplete, damaged or not readable.
-    with contextlib.suppress(OSError, ValueError, TypeError, OverflowError, RecursionError):
-        owner = Owner(**json.loads(read_regular(path)))
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        owner = msgspec.json.decode(read_regular(path), type=Owner)
         str(owner)
     try:
         return owner, path.lstat().st_mtime_ns

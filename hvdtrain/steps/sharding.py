@@ -144,7 +144,7 @@ class Shards:
                 indices=order[start + low : start + high],
                 global_count=stop - start,
                 start=Position(epoch, start),
-                end=after(Position(epoch, stop), self.samples),
+                end=Position(epoch, stop) if stop < self.samples else Position(epoch + 1),
             )
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Part]:
@@ -236,13 +236,6 @@ def _count(value: Any, name: str) -> int:
         kind = type(value).__name__
         remedy = f"use len({kind.lower()})" if hasattr(value, "__len__") else "use an int"
         raise UsageError(f"{name} must be a number, not a {kind}: {remedy}") from None
-
-
-def after(position: Position, samples: int) -> Position:
-    """Return ``position``, with the end of an epoch replaced by the start of the next one."""
-    if position.consumed >= samples:
-        return Position(position.epoch + 1, 0)
-    return position
 
 
 def evaluation_parts(

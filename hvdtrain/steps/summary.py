@@ -21,7 +21,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_regular
 
 MOST = 2**20  # maximum bytes of a file; a summary is far smaller
-Count = Annotated[int, msgspec.Meta(le=2**53)]  # a larger one is no measurement
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # others are no measurement
 # Keys that are omitted if their value is None.
 MAY_LACK = ("bubble", "joules_per_image", "steps_skipped", "rollbacks")
 Kind = TypeVar("Kind")

@@ -23,20 +23,18 @@ from numpy.typing import NDArray
 
 from hvdtrain.system.files import is_regular
 
-CHUNK = 2**24  # bytes read at a time for a digest
-
 
 @dataclass(frozen=True)
-class Layout:
+class ArraySpec:
     """Type and shape of a tensor to write."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
     @staticmethod
-    def of(array: NDArray[Any]) -> Layout:
+    def of(array: NDArray[Any]) -> ArraySpec:
         """Return type and shape of ``array``."""
-        return Layout(array.dtype, array.shape)
+        return ArraySpec(array.dtype, array.shape)
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +55,7 @@ class TensorFile:
         OSError: from any method, e.g. if the disk is full.
     """
 
-    def __init__(self, path: Path, layouts: Mapping[str, Layout]) -> None:
+    def __init__(self, path: Path, layouts: Mapping[str, ArraySpec]) -> None:
         header, end = {}, 0
         for name, layout in layouts.items():
             begin, end = end, end + layout.nbytes
@@ -81,8 +79,8 @@ class TensorFile:
     def write(self, name: str, array: NDArray[Any]) -> None:
         """Append the tensor ``name``, the next one."""
         due = next(iter(self._due))
-        if (name, Layout.of(array)) != (due, self._due.pop(due)):
-            raise ValueError(f"{name}, {Layout.of(array)}, is written, but {due} is due")
+        if (name, ArraySpec.of(array)) != (due, self._due.pop(due)):
+            raise ValueError(f"{name}, {ArraySpec.of(array)}, is written, but {due} is due")
         self._put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def abandon(self) -> None:
@@ -131,16 +129,13 @@ def stored(path: Path) -> dict[str, Stored]:
     return {name: Stored(file, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
 
 
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a regular file, read in chunks.
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a regular file.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
     """
     if not is_regular(path):
         raise OSError(f"{path} is no regular file")
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while data := file.read(CHUNK):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -17,15 +17,10 @@ from hvdtrain.steps.sharding import Indices, Part
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of samples in the framework's tensors; it may be empty.
+    """A batch of samples in the framework's tensors; it may be empty."""
 
-    Attributes:
-        x: inputs of the model, e.g. images, uint8 or float.
-        y: targets, e.g. class indices; its length is the number of samples.
-    """
-
-    x: Any
-    y: Any
+    x: Any  # inputs of the model, e.g. images, uint8 or float
+    y: Any  # targets, e.g. class indices; its length is the number of samples
 
     @property
     def count(self) -> int:
@@ -46,15 +41,10 @@ Augment = Callable[[Part], NDArray[Any]]
 
 
 class Dataset(ABC):
-    """A labelled dataset in the framework's tensors, fetched by index.
+    """A labelled dataset in the framework's tensors, fetched by index."""
 
-    Attributes:
-        samples: number of samples.
-        digest: digest of the samples in order; empty: unknown.
-    """
-
-    samples: int
-    digest = ""
+    samples: int  # number of samples
+    digest = ""  # of the samples in order; empty: unknown
 
     @abstractmethod
     def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:

@@ -130,11 +130,7 @@ def joined(fields_class: Any, source: str) -> type[Options]:
     """Return ``Options`` extended by the fields of a user's dataclass.
 
     A field created by ``option`` is parsed and documented by its metadata, any other by its type. A
-    subclass of ``Options`` is returned unchanged.
-
-    Args:
-        fields_class: the dataclass.
-        source: its file, for error messages.
+    subclass of ``Options`` is returned unchanged. Errors name ``source``, the file.
 
     Raises:
         UsageError: no dataclass, or a field is an option already, or has no default or no

@@ -18,15 +18,10 @@ from hvdtrain.tasks.metrics import Consumer, Metric
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Reason for which no rank has made an update: the global gradients are not finite.
+    """Reason for which no rank has made an update: the global gradients are not finite."""
 
-    Attributes:
-        parameter: the first one whose gradient is not finite; the same on all ranks.
-        local: cause on this rank, e.g. ``its loss is nan``; empty: unknown.
-    """
-
-    parameter: str
-    local: str
+    parameter: str  # the first one whose gradient is not finite; the same on all ranks
+    local: str  # cause on this rank, e.g. ``its loss is nan``; empty: unknown
 
 
 class Task(ABC):
@@ -148,59 +143,35 @@ class LearningRates:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The defaults of a workload, measured to keep its accuracy at any number of ranks.
+    """The defaults of a workload, measured to keep its accuracy at any number of ranks."""
 
-    Attributes:
-        batch_size: number of samples per rank and forward pass.
-        lr: learning rates for one rank, or for ``lr_batch``.
-        epochs: length of the training, in epochs.
-        warmup_epochs: length of the warm-up, in epochs.
-        lr_schedule: schedule after the warm-up; ``lr_milestones``: of ``multistep``, in epochs.
-        weight_decay: L2 penalty.
-        lr_batch: global batch for which ``lr`` holds; it scales with the global batch. None: it
-            scales with the number of ranks.
-    """
-
-    batch_size: int
-    lr: LearningRates
+    batch_size: int  # samples per rank and step
+    lr: LearningRates  # for one rank, or for ``lr_batch``
     epochs: int
     warmup_epochs: float
-    lr_schedule: str
-    weight_decay: float
+    lr_schedule: str  # after the warm-up
+    weight_decay: float  # L2 penalty
+    # Global batch for which ``lr`` holds, and scales; None: it scales with the number of ranks.
     lr_batch: int | None = None
-    lr_milestones: tuple[float, ...] = ()
+    lr_milestones: tuple[float, ...] = ()  # of the schedule ``multistep``, in epochs
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload of the trainer: recipe, options and task.
+    """A workload of the trainer: recipe, options and task."""
 
-    Attributes:
-        name: as in ``python -m hvdtrain.NAME``.
-        description: description in the help.
-        epilog: end of the help: models, data, defaults, examples.
-        models: names of its networks, the default first; empty: the task interprets ``--model``.
-        recipe: function of the options that returns the defaults.
-        build: function of the options, with every default filled in, that returns the task.
-        options: ``Options`` and those that the workload adds.
-        unit: noun of its samples, in the plural.
-        program: as in ``python -m hvdtrain.PROGRAM``; empty: the name.
-        digest: digest of the user's file that defines it; empty: no such file.
-        short_steps: whether steps of a model take milliseconds: Horovod should poll more often.
-        prefers_bf16: whether a model was measured to be faster in bf16 on devices that support it.
-        default_steps: number of updates for endless (synthetic) data; None: all epochs.
-    """
-
-    name: str
-    description: str
-    epilog: str
-    models: tuple[str, ...]
-    recipe: Callable[[Any], Recipe]
-    build: Callable[[Any], Task]
+    name: str  # as in ``python -m hvdtrain.NAME``
+    description: str  # for the help
+    epilog: str  # end of the help: models, data, defaults, examples
+    models: tuple[str, ...]  # the default first; empty: the task interprets ``--model``
+    recipe: Callable[[Any], Recipe]  # the defaults, by the options
+    build: Callable[[Any], Task]  # the task, by the options with every default filled in
+    # Whether steps of a model take milliseconds: Horovod should poll more often.
     short_steps: Callable[[str], bool] = lambda model: False
+    # Whether a model was measured to be faster in bf16 on devices that support it.
     prefers_bf16: Callable[[str], bool] = lambda model: False
-    default_steps: Callable[[Any], int | None] = lambda options: None
-    options: type[Options] = Options
-    unit: str = "images"
-    program: str = ""
-    digest: str = ""
+    random_without_data: bool = False  # samples are random without ``--data``
+    options: type[Options] = Options  # and those that the workload adds
+    unit: str = "images"  # noun of its samples, in the plural
+    program: str = ""  # as in ``python -m hvdtrain.PROGRAM``; empty: the name
+    digest: str = ""  # of the user's file that defines it; empty: no such file

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.config.options import Options
+import msgspec
+
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import STATE_FILE
@@ -18,7 +18,7 @@ from hvdtrain.steps.sharding import Position
 from hvdtrain.steps.summary import Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
-from hvdtrain.tasks.task import Task
+from hvdtrain.training.plan import Session, weights_origin
 
 
 @dataclass
@@ -30,7 +30,9 @@ class TrainState:
     samples: int = 0  # number trained on since the start, over all ranks
     loss_sum: float = 0.0  # sum of the losses of this epoch's samples, of this rank
     loss_count: int = 0  # number of samples in ``loss_sum``
-    metrics: dict[str, Any] | None = None  # on the test set after ``step``; None: not evaluated
+    metrics: dict[str, int | float] | None = (
+        None  # on the test set after ``step``; None: not evaluated
+    )
     skipped: int = 0  # number of updates skipped since the start: gradients were not finite
     # Start of each global batch that is skipped after a rollback: [epoch, consumed].
     left_out: list[list[int]] = field(default_factory=list)
@@ -42,10 +44,14 @@ class CheckpointManager:
     All ranks must call its methods together; only rank 0 reads and writes.
     """
 
-    def __init__(
-        self, options: Options, adapter: CommonAdapter, task: Task, origin: dict[str, Any]
-    ) -> None:
-        self.options, self.adapter, self.task, self.origin = options, adapter, task, origin
+    def __init__(self, session: Session) -> None:
+        self.options, self.adapter, self.task = session.options, session.adapter, session.task
+        self.origin = {
+            **weights_origin(session.workload, session.options, session.plan),
+            "optimizer": session.options.optimizer,
+            "training_samples": session.task.train.samples,
+            "seed": session.options.seed,
+        }
         self.path: str | None = None
         self._saved: Any = None  # mark of the checkpoint at ``path``
         self._check_lock: Callable[[], None] = lambda: None
@@ -93,10 +99,7 @@ class CheckpointManager:
         )
         if state is None:
             return None
-        now = TrainState(
-            **{item.name: state[item.name] for item in fields(TrainState) if item.name in state}
-        )
-        now.position = Position(**state["position"])
+        now = msgspec.convert(state, TrainState)
         if self.adapter.world.data_rank:  # only data rank 0 continues the sums of this epoch
             now.loss_sum, now.loss_count = 0.0, 0
         self.path, self._saved = state["path"], _mark(now)

@@ -25,7 +25,7 @@ from hvdtrain.steps.world import World
 from hvdtrain.system.runtime.detect import LaunchInfo
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.tasks.task import Task, Workload
-from hvdtrain.training.plan import TrainingPlan, make_plan
+from hvdtrain.training.plan import TrainingPlan, make_plan, weights_origin
 
 SHOWN = 12  # digits of a digest
 # Options that only rank 0 uses, or that do not affect results.
@@ -52,19 +52,14 @@ def check_early(
 
 def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> None:
     """Raise if the checkpoint is of another training, as far as the options determine it."""
-    origin = {
-        "framework": options.framework,
-        "workload": workload.name,
-        "model": plan.model,
-        "optimizer": options.optimizer,
-        "seed": options.seed,
-    }
+    origin = weights_origin(workload, options, plan)
     path, source = options.checkpoint_dir, "--checkpoint-dir"
     if options.evaluates_only:
-        origin = {name: origin[name] for name in ("framework", "workload", "model")}
         path, source = options.checkpoint or path, "checkpoint"
     elif options.resume == "never":
         return
+    else:
+        origin |= {"optimizer": options.optimizer, "seed": options.seed}
     checkpoint = checkpoints.read_newest_state(path) if path else None
     if checkpoint:
         checkpoints.check_origin(checkpoint, origin, source)

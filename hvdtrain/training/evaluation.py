@@ -1,6 +1,6 @@
 """Evaluation on the whole test set, over all ranks; each sample counts once.
 
-``EvaluationRun`` evaluates a checkpoint, without training or saving: ``--evaluate-only`` and
+``evaluate_only`` evaluates a checkpoint, without training or saving: ``--evaluate-only`` and
 ``--predict``.
 """
 
@@ -11,14 +11,13 @@ import dataclasses
 import io
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, UsageError
+from hvdtrain.steps.checkpoint_files import State
 from hvdtrain.steps.sharding import bounds, evaluation_parts
 from hvdtrain.steps.summary import Stopped
 from hvdtrain.steps.world import World
@@ -26,10 +25,16 @@ from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.tasks.metrics import Array, Consumer
-from hvdtrain.tasks.task import Task, Workload
-from hvdtrain.training.plan import TrainingPlan
-from hvdtrain.training.progress import Progress, Silent
-from hvdtrain.training.summary import described, evaluated, evaluation_rows, headline, measured
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.plan import Session, weights_origin
+from hvdtrain.training.progress import progress_of
+from hvdtrain.training.summary import (
+    evaluation_rows,
+    headline,
+    measured,
+    with_evaluation,
+    with_session,
+)
 from hvdtrain.training.throughput import Clock
 
 EVALUATION_BATCH = 4  # times a rank's training batch: no memory is needed for gradients
@@ -44,7 +49,7 @@ def evaluate(
     stops: Callable[[], bool] = lambda: False,
     moved: Callable[[int, int], None] = lambda done, total: None,
     also: Sequence[Consumer] = (),
-) -> dict[str, Any] | None:
+) -> dict[str, float] | None:
     """Evaluate the model with the ranks' mean running statistics; all ranks must call it.
 
     Each rank evaluates one contiguous slice of the set; slices differ by at most one sample.
@@ -66,8 +71,7 @@ def evaluate(
     batch = max(1, EVALUATION_BATCH * global_batch // world.data_size)
     loss, count = 0.0, 0
     alike = adapter.evaluates_together
-    shard = world.data_rank, world.data_size
-    parts = evaluation_parts(test.samples, batch, *shard, alike=alike)
+    parts = evaluation_parts(test.samples, batch, world.data_rank, world.data_size, alike=alike)
     moved(0, test.samples)
     with adapter.averaged_buffers(task.model):
         for loaded in test.evaluation(parts):
@@ -112,94 +116,69 @@ class Lines:
                 yield collectives.gather(piece)[rank]
 
 
-class EvaluationRun:
-    """One evaluation, created by ``trainer.train`` after step 2 with the built task."""
+def evaluate_only(session: Session, device: str) -> int:
+    """Evaluate a checkpoint, write predictions and summary; return the exit code.
 
-    def __init__(
-        self,
-        workload: Workload,
-        options: Options,
-        plan: TrainingPlan,
-        adapter: CommonAdapter,
-        task: Task,
-    ) -> None:
-        self.workload, self.options, self.plan = workload, options, plan
-        self.adapter, self.task = adapter, task
-        self.clock = Clock()
+    All ranks must call it; ``device`` describes that of this rank.
 
-    def run(self, device: str) -> int:
-        """Load, evaluate, write predictions and summary; all ranks must call it.
+    Raises:
+        UsageError: on every rank: there is nothing to evaluate on, or no such checkpoint.
+    """
+    workload, options = session.workload, session.options
+    task, adapter = session.task, session.adapter
+    test = task.test
+    if test is None or not test.samples:
+        remedy = "use --data DIR that contains val/, or a task with test samples"
+        raise agreed(UsageError(f"there are no samples to evaluate on: {remedy}"))
+    state = _load_weights(session)
+    show = progress_of(session)
+    show.begin(
+        [
+            headline(session, device),
+            f"evaluating {state['path'] or 'new weights'}, step {state['step']}, on "
+            f"{test.samples:,} {workload.unit}",
+            *task.notes,
+        ],
+        total=0,
+        done=0,
+    )
+    process_status.stage = "evaluation"
+    lines = Lines(task.columns, test.samples, adapter.world)
+    also = [lines] if options.predict else []
+    started = time.perf_counter()
+    batch = session.plan.global_batch
+    metrics = evaluate(adapter, task, batch, moved=show.evaluating, also=also)
+    assert metrics is not None
+    rate = test.samples / (time.perf_counter() - started)
+    if options.predict:
+        show.predictions(lines.pieces(adapter.data_communicator))
+    test.close()
+    summary = dataclasses.replace(
+        with_evaluation(with_session(Clock().figures(), session), metrics),
+        epochs_completed=state.get("position", {}).get("epoch"),
+        steps_completed=state["step"],
+        samples_trained=state.get("samples"),
+        parameter_norm=task.parameter_norm(),
+        stopped=Stopped.FINISHED,
+        checkpoint=state["path"],
+        images_per_second_mean=rate if options.benchmark else None,
+    )
+    table = evaluation_rows(summary, measured(task.metrics, metrics), options.predict)
+    show.end(f"hvdtrain {workload.name}", table, summary)
+    return EXIT_OK
 
-        Raises:
-            UsageError: on every rank: there is nothing to evaluate on, or no such checkpoint.
-        """
-        task, adapter, test = self.task, self.adapter, self.task.test
-        if test is None or not test.samples:
-            remedy = "use --data DIR that contains val/, or a task with test samples"
-            raise agreed(UsageError(f"there are no samples to evaluate on: {remedy}"))
-        task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
-        state = self._load()
-        show = self._begin(state, test.samples, device)
-        process_status.stage = "evaluation"
-        lines = Lines(task.columns, test.samples, adapter.world)
-        also = [lines] if self.options.predict else []
-        started = time.perf_counter()
-        batch = self.plan.global_batch
-        metrics = evaluate(adapter, task, batch, moved=show.evaluating, also=also)
-        assert metrics is not None
-        rate = test.samples / (time.perf_counter() - started)
-        if self.options.predict:
-            show.predictions(lines.pieces(adapter.data_communicator))
-        test.close()
-        self._sum_up(show, state, metrics, rate)
-        return EXIT_OK
 
-    def _load(self) -> dict[str, Any]:
-        """Load the checkpoint's weights on all ranks; return its other values.
+def _load_weights(session: Session) -> State:
+    """Load the checkpoint's weights on all ranks; return its other values.
 
-        Without a checkpoint, in a benchmark, all ranks receive the weights of rank 0.
-        """
-        origin = {
-            "framework": self.options.framework,
-            "workload": self.workload.name,
-            "model": self.plan.model,
-        }
-        path = self.options.checkpoint or self.options.checkpoint_dir
-        state: dict[str, Any] = {"path": None, "step": 0}
-        if path is not None:
-            state = self.adapter.load_weights(path, self.task.model, origin=origin)
-        self.adapter.broadcast_state(self.task.model)
-        return state
-
-    def _begin(self, state: dict[str, Any], samples: int, device: str) -> Silent:
-        world, options = self.adapter.world, self.options
-        show = self.adapter.communicator.together(
-            lambda: Progress(options, self.workload.unit) if world.is_writer else Silent()
-        )
-        lines = [
-            headline(self.workload, self.adapter, self.task, device),
-            f"evaluating {state['path'] or 'new weights'}, step {state['step']}, on {samples:,} "
-            f"{self.workload.unit}",
-            *self.task.notes,
-        ]
-        show.begin(lines, total=0, done=0)
-        return show
-
-    def _sum_up(
-        self, show: Silent, state: dict[str, Any], metrics: dict[str, Any], rate: float
-    ) -> None:
-        summary = dataclasses.replace(
-            self.clock.figures(),
-            **described(self.workload, self.options, self.adapter, self.task),
-            **evaluated(metrics),
-            epochs_completed=state.get("position", {}).get("epoch"),
-            steps_completed=state["step"],
-            samples_trained=state.get("samples"),
-            parameter_norm=self.task.parameter_norm(),
-            stopped=Stopped.FINISHED,
-            checkpoint=state["path"],
-            images_per_second_mean=rate if self.options.benchmark else None,
-        )
-        shown = measured(self.task.metrics, metrics)
-        table = evaluation_rows(summary, shown, self.options.predict, self.workload.unit)
-        show.end(f"hvdtrain {self.workload.name}", table, summary)
+    Without a checkpoint, in a benchmark, all ranks receive the weights of rank 0.
+    """
+    options, task, adapter = session.options, session.task, session.adapter
+    task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
+    path = options.checkpoint or options.checkpoint_dir
+    state: State = {"path": None, "step": 0}
+    if path is not None:
+        origin = weights_origin(session.workload, options, session.plan)
+        state = adapter.load_weights(path, task.model, origin=origin)
+    adapter.broadcast_state(task.model)
+    return state

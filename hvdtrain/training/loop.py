@@ -1,4 +1,4 @@
-"""The training loop: epochs, steps, evaluation and stop, in ``Run``."""
+"""The training loop: epochs, steps, evaluation and stop, in ``TrainingLoop``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import os
 import time
 from typing import Any, NoReturn
 
-from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.preemption import ANOTHER, HOSTS_CHANGED, Preemption, wait_for_agent
-from hvdtrain.config.options import Options
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
+from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
@@ -20,20 +19,18 @@ from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import is_agreed, process_status
 from hvdtrain.tasks.dataset import Batch
-from hvdtrain.tasks.task import Task, Workload
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.on_nan import OnNan
-from hvdtrain.training.plan import TrainingPlan
-from hvdtrain.training.progress import Silent
+from hvdtrain.training.plan import Session
+from hvdtrain.training.progress import Figures, Progress
 from hvdtrain.training.summary import (
-    described,
-    evaluated,
     headline,
     measured,
     rows,
-    speed_rows,
-    used,
+    with_evaluation,
+    with_session,
+    with_usage,
 )
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
@@ -42,25 +39,17 @@ LINES_PER_EPOCH = 20  # log intervals
 
 
 class _RepeatError(Exception):
-    """The epoch is to be continued from ``Run.now``."""
+    """The epoch is to be continued from ``TrainingLoop.now``."""
 
 
-class Run:
+class TrainingLoop:
     """One training, from its start or a checkpoint to its stop; created by ``trainer.train``."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        options: Options,
-        plan: TrainingPlan,
-        adapter: CommonAdapter,
-        task: Task,
-        shards: Shards,
-        rate: LearningRate,
-    ) -> None:
-        self.workload, self.options, self.plan = workload, options, plan
-        self.adapter, self.task, self.shards, self.rate = adapter, task, shards, rate
-        self.show = Silent()
+    def __init__(self, session: Session, shards: Shards, rate: LearningRate) -> None:
+        self.session, self.shards, self.rate = session, shards, rate
+        self.workload, self.task = session.workload, session.task
+        self.options, self.plan = options, plan = session.options, session.plan
+        self.adapter = adapter = session.adapter
         self.clock = Clock()
         self.now = TrainState()
         self.preemption = Preemption(adapter.communicator, self._want_stop)
@@ -69,19 +58,11 @@ class Run:
         self.train_loss: float | None = None
         self.interval_sum = 0.0  # of this rank's losses since the last log line
         self.interval_count = 0  # number of samples since then, of all ranks
-        origin = {
-            "framework": options.framework,
-            "workload": workload.name,
-            "model": plan.model,
-            "optimizer": options.optimizer,
-            "training_samples": task.train.samples,
-            "seed": options.seed,
-        }
         self.compiled: set[int] = set()  # sizes of global batches
-        self.checkpoints = CheckpointManager(options, adapter, task, origin)
-        self.on_nan = OnNan(options, adapter, task, self.checkpoints)
+        self.checkpoints = CheckpointManager(session)
+        self.on_nan = OnNan(session, self.checkpoints)
         # Reading a loss synchronizes with a GPU; on a CPU it is free.
-        self.read_every = 20 if adapter.has_gpu or task.deferred else 1
+        self.read_every = 20 if adapter.has_gpu or self.task.deferred else 1
         self.log_every = max(1, math.ceil(shards.steps_per_epoch / LINES_PER_EPOCH))
         if options.log_every:
             self.log_every = options.log_every
@@ -94,10 +75,11 @@ class Run:
         all_epochs = self.plan.epochs * self.shards.steps_per_epoch
         return all_epochs if self.plan.num_steps is None else min(self.plan.num_steps, all_epochs)
 
-    def announce(self, device: str) -> None:
-        """Show the headline of the training."""
+    def announce(self, show: Progress, device: str) -> None:
+        """Show the headline of the training, and from now on its progress, by ``show``."""
+        self.show = show
         plan, rate, updates = self.plan, self.rate, self.total_steps - self.now.step
-        head = headline(self.workload, self.adapter, self.task, device)
+        head = headline(self.session, device)
         if self.task.speed_only:
             first = self.task.speed_only.format(updates=plural(max(0, updates), "update"))
             lines = [first, head, f"global batch {plan.global_batch}"]
@@ -261,7 +243,7 @@ class Run:
         self.compiled.add(size)
         return new
 
-    def _leave_out(self, part: Part, before: dict[str, Any]) -> NoReturn:
+    def _leave_out(self, part: Part, before: Arrays) -> NoReturn:
         """Skip the update of ``part`` according to ``--on-nan``.
 
         Raises:
@@ -269,7 +251,7 @@ class Run:
             TrainingError: on every rank, if the training ends.
         """
         try:
-            now = self.on_nan.leave_out(self.now, part, before, self.show.say)
+            now = self.on_nan.leave_out(self.now, part, before, self.show.message)
         except TrainingError:
             with contextlib.suppress(TrainingError):  # the weights are those before the update
                 self._save()
@@ -358,7 +340,7 @@ class Run:
     def _measured(self) -> dict[str, str]:
         return measured(self.task.metrics, self.now.metrics or {})
 
-    def _epoch_record(self, epoch: int) -> dict[str, Any]:
+    def _epoch_record(self, epoch: int) -> Figures:
         tested = self.now.metrics or {}
         return {
             "epoch": epoch,
@@ -383,16 +365,15 @@ class Run:
 
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages
-        split = None
         # Ranks that stop early must not wait for one another any more.
         ended_early = stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
+        split = None if ended_early else self.clock.step_split(self.adapter.communicator)
+        summary = with_session(self.clock.figures(), self.session)
+        summary = with_evaluation(summary, self.now.metrics)
         if not ended_early:
-            split = self.clock.step_split(self.adapter.communicator)
+            summary = with_usage(summary, self.adapter, self.clock)
         summary = dataclasses.replace(
-            self.clock.figures(),
-            **described(self.workload, self.options, self.adapter, self.task),
-            **evaluated(self.now.metrics),
-            **({} if ended_early else used(self.adapter, self.clock)),
+            summary,
             global_batch_size=self.plan.global_batch,
             epochs_completed=self.now.position.epoch,
             steps_completed=self.now.step,
@@ -411,9 +392,6 @@ class Run:
             checkpoint=self.checkpoints.path,
             timeline=self.timeline.recorded,
         )
-        rates, unit = self.clock.rates(), self.workload.unit
-        if self.task.speed_only:
-            table = speed_rows(summary, rates, unit)
-        else:
-            table = rows(summary, rates, self._measured(), unit)
+        speed_only = bool(self.task.speed_only)
+        table = rows(summary, self.clock.rates(), self._measured(), speed_only=speed_only)
         self.show.end(f"hvdtrain {self.workload.name}", table, summary)

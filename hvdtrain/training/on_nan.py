@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.config.options import Options
 from hvdtrain.errors import TrainingError
+from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.integrity import rank_names
 from hvdtrain.steps.sharding import Part, Position
 from hvdtrain.system.runtime.exit import agreed
-from hvdtrain.tasks.task import NotFinite, Task
+from hvdtrain.tasks.task import NotFinite
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
+from hvdtrain.training.plan import Session
 
 MOST_SKIPPED = 10  # consecutive updates that --on-nan skip skips
 MOST_ROLLBACKS = 3
@@ -25,15 +24,13 @@ class OnNan:
     goes back and repeats it, and this time the task reports it at once.
     """
 
-    def __init__(
-        self, options: Options, adapter: CommonAdapter, task: Task, checkpoints: CheckpointManager
-    ) -> None:
-        self._mode, self._checkpoints = options.on_nan, checkpoints
-        self._adapter, self._task = adapter, task
+    def __init__(self, session: Session, checkpoints: CheckpointManager) -> None:
+        self._mode, self._checkpoints = session.options.on_nan, checkpoints
+        self._adapter, self._task = adapter, task = session.adapter, session.task
         self._consecutive = 0  # number of updates skipped without one made since
         self._may_defer = task.may_defer = task.may_defer or adapter.has_gpu
 
-    def buffers(self) -> dict[str, Any]:
+    def buffers(self) -> Arrays:
         """Return copies of the buffers, if the next update may be skipped at once.
 
         The copy takes time on a GPU: deferred updates restore buffers by themselves, fp16 skips
@@ -59,7 +56,7 @@ class OnNan:
         self._task.may_defer = False
 
     def leave_out(
-        self, now: TrainState, part: Part, buffers: dict[str, Any], say: Callable[[str], None]
+        self, now: TrainState, part: Part, buffers: Arrays, show: Callable[[str], None]
     ) -> TrainState:
         """Handle the skipped update of ``part`` according to ``--on-nan``.
 
@@ -77,13 +74,13 @@ class OnNan:
             now.skipped += 1
             now.position = Position(part.start.epoch, part.start.consumed + part.global_count)
             now.metrics = None
-            say(f"{trouble}: the update is skipped")
+            show(f"{trouble}: the update is skipped")
             return now
         left_out = [*now.left_out, [part.start.epoch, part.start.consumed]]
         if self._mode == "rollback" and len(left_out) <= MOST_ROLLBACKS:
             now = self._checkpoints.roll_back()
             now.left_out = left_out
-            say(f"{trouble}: back to step {now.step}, skipping that global batch")
+            show(f"{trouble}: back to step {now.step}, skipping that global batch")
             return now
         tried = {
             "skip": f"; the {MOST_SKIPPED} updates before it were skipped",

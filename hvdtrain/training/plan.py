@@ -5,52 +5,62 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.comm_options import ADASUM
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
 from hvdtrain.system.output.text import plural
-from hvdtrain.tasks.task import Workload
+from hvdtrain.tasks.task import Task, Workload
 
-BENCHMARK_STEPS = 100
+BENCHMARK_STEPS = 100  # also on random samples
 FEW_UPDATES = 30  # of a training whose number of epochs the user has set
+
+
+class Schedule(TypedDict):
+    """Arguments of ``scale_learning_rate`` and ``LearningRate``."""
+
+    epochs: int
+    warmup_epochs: float
+    schedule: str
+    milestones: tuple[float, ...]
+    decay: float
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A training with every default filled in; equal on all ranks.
+    """A training with every default filled in; equal on all ranks."""
 
-    Attributes:
-        model: name of the network.
-        global_batch: samples per step over all ranks.
-        epochs: length of the schedule.
-        num_steps: number of updates after which it stops earlier; None: no limit.
-        lr_scaling: scaling rule of the learning rate with the world size.
-        lr: learning rate for one rank.
-        schedule: the other arguments of ``scale_learning_rate``; see ``schedule_over``.
-        warmup_steps: length of the warm-up, in updates; None: that of ``schedule``.
-        weight_decay: L2 penalty.
-    """
+    model: str  # name of the network
+    global_batch: int  # samples per step over all ranks
+    epochs: int  # length of the schedule
+    num_steps: int | None  # number of updates after which it stops earlier; None: no limit
+    lr_scaling: str  # scaling rule of the learning rate with the world size
+    lr: float  # for one rank
+    schedule: Schedule  # see ``schedule_over``
+    weight_decay: float  # L2 penalty
+    warmup_steps: int | None = None  # in updates; None: the warm-up of ``schedule``
 
-    model: str
-    global_batch: int
-    epochs: int
-    num_steps: int | None
-    lr_scaling: str
-    lr: float
-    schedule: dict[str, Any]
-    weight_decay: float
-    warmup_steps: int | None = None
-
-    def schedule_over(self, samples: int) -> dict[str, Any]:
+    def schedule_over(self, samples: int) -> Schedule:
         """Return the arguments of ``scale_learning_rate`` for epochs of ``samples``."""
         if self.warmup_steps is None:
             return self.schedule
         epochs, steps = divmod(self.warmup_steps, math.ceil(samples / self.global_batch))
         return {**self.schedule, "warmup_epochs": epochs + steps * self.global_batch / samples}
+
+
+@dataclass(frozen=True)
+class Session:
+    """The parts of a training or an evaluation on this rank, created by ``trainer.train``."""
+
+    workload: Workload
+    options: Options  # the user's
+    plan: TrainingPlan
+    adapter: CommonAdapter
+    task: Task
 
 
 def make_plan(workload: Workload, options: Options, world: World) -> TrainingPlan:
@@ -73,7 +83,8 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     fixed = options.global_batch_size or recipe.lr_batch or options.reduction == ADASUM
     per_batch = recipe.lr_batch and options.lr_scaling is None and options.reduction != ADASUM
     lr = _or_default(options.lr, recipe.lr.of(options.optimizer))
-    steps = BENCHMARK_STEPS if options.benchmark else workload.default_steps(options)
+    is_random = workload.random_without_data and options.data is None and options.epochs is None
+    steps = BENCHMARK_STEPS if options.benchmark or is_random else None
     return TrainingPlan(
         model=model,
         global_batch=global_batch,
@@ -94,6 +105,11 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         weight_decay=_or_default(options.weight_decay, recipe.weight_decay),
         warmup_steps=options.warmup_steps,
     )
+
+
+def weights_origin(workload: Workload, options: Options, plan: TrainingPlan) -> dict[str, object]:
+    """Return the values of a checkpoint's ``origin`` that its weights must have to fit."""
+    return {"framework": options.framework, "workload": workload.name, "model": plan.model}
 
 
 def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]:

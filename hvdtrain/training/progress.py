@@ -1,14 +1,12 @@
-"""Progress output of a training: a bar or plain lines, JSON Lines, TensorBoard.
-
-Only the writing rank holds a ``Progress``; the others hold a ``Silent``, which does nothing, so
-that the loop need not distinguish ranks.
-"""
+"""Progress output of a training: a bar or plain lines, JSON Lines, TensorBoard."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,10 @@ from hvdtrain.steps.summary import Summary, nan_to_null
 from hvdtrain.system.files import Output, check_writable
 from hvdtrain.system.output.tables import summary_table
 from hvdtrain.system.runtime import terminal
-from hvdtrain.training.tensorboard import TensorBoard
+from hvdtrain.training.plan import Session
+
+Figures = Mapping[str, Any]
+"""Figures of a log interval or an epoch, by key of ``--metrics``."""
 
 TRAINING, EVALUATING = "training", "evaluating"  # tasks of the bar, of which one is visible
 PLAIN_SECONDS = 5.0  # between two lines if the output is no terminal
@@ -83,49 +84,26 @@ class _Screen(Console):
         return False
 
 
-class Silent:
-    """Progress output of ranks other than the writer: none."""
+class Progress:
+    """Progress output of a rank.
 
-    def begin(self, headline: list[str], total: int, done: int) -> None:
-        """Show the headline of a training, of which ``done`` of ``total`` steps are done.
-
-        A ``total`` of 0: there are no steps.
-        """
-
-    def advance(self, step: int) -> None:
-        """Show that ``step`` steps are done."""
-
-    def step(self, record: dict[str, Any]) -> None:
-        """Show and record the figures of a log interval."""
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Show the number of samples evaluated so far."""
-
-    def epoch(self, record: dict[str, Any], measured: str = "") -> None:
-        """Show and record an epoch; ``measured`` are its metrics other than the loss."""
-
-    def say(self, text: str) -> None:
-        """Show a line."""
-
-    def stop(self) -> None:
-        """Stop updating the bar; further output is written below it."""
-
-    def predictions(self, pieces: Iterable[bytes]) -> None:
-        """Write the file of ``--predict``, in ``pieces`` from all ranks."""
-        for _ in pieces:  # each piece is a collective
-            pass
-
-    def end(self, title: str, rows: list[tuple[str, str]], summary: Summary | None = None) -> None:
-        """Show the result, write the summary and close all files."""
-
-
-class Progress(Silent):
-    """Progress output of the writing rank.
-
-    ``unit`` is the plural noun of the samples; ``speed_only`` hides epochs and losses.
+    A rank that does not write (``writes``) shows and records nothing, so that the loop need not
+    distinguish ranks. ``unit`` is the plural noun of the samples; ``speed_only`` hides epochs and
+    losses.
     """
 
-    def __init__(self, options: Options, unit: str = "images", *, speed_only: bool = False) -> None:
+    def __init__(
+        self,
+        options: Options,
+        unit: str = "images",
+        *,
+        speed_only: bool = False,
+        writes: bool = True,
+    ) -> None:
+        if not writes:
+            options = dataclasses.replace(
+                options, quiet=True, metrics=None, summary=None, predict=None, tensorboard=None
+            )
         self.unit, self._speed_only = unit, speed_only
         width = terminal.columns()
         self.console = _Screen(
@@ -147,8 +125,11 @@ class Progress(Silent):
         self._last_line = 0.0
         self._total = 0
 
-    @override
     def begin(self, headline: list[str], total: int, done: int) -> None:
+        """Show the headline of a training, of which ``done`` of ``total`` steps are done.
+
+        A ``total`` of 0: there are no steps.
+        """
         terminal.clear()
         for line in headline:
             self.console.print(line)
@@ -171,9 +152,15 @@ class Progress(Silent):
     def _show(self, bar: Bar, name: str, label: str, done: int, total: int) -> Piece:
         """Show a task in place of the other one; return it."""
         if name not in self._pieces:
-            fields: dict[str, Any] = {"figures": "", "each": None, "stride": 1}
             self._pieces[name] = bar.add_task(
-                label, total=total, completed=done, visible=False, moved=time.monotonic(), **fields
+                label,
+                total=total,
+                completed=done,
+                visible=False,
+                moved=time.monotonic(),
+                figures="",
+                each=None,
+                stride=1,
             )
         for key, task in self._pieces.items():
             bar.update(task, visible=key == name)
@@ -190,13 +177,13 @@ class Progress(Silent):
             figures=f"step {step}/{self._total}{learned}  {rate}",
         )
 
-    @override
     def advance(self, step: int) -> None:
+        """Show that ``step`` steps are done."""
         if self._bar:
             self._figures(step, self._loss, self._rate)
 
-    @override
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Figures) -> None:
+        """Show and record the figures of a log interval."""
         self._record("step", record)
         step, loss = record["step"], f"{record['loss']:.4f}"
         rate = f"{record['images_per_second']:,.0f} {self.unit}/s"
@@ -219,8 +206,8 @@ class Progress(Silent):
             self._last_line = time.monotonic()
             self.console.print(line)
 
-    @override
     def evaluating(self, done: int, total: int) -> None:
+        """Show the number of samples evaluated so far."""
         if not self._bar:
             if 0 < done < total:
                 self._plain(f"evaluating {done:,}/{total:,} {self.unit}")
@@ -229,19 +216,24 @@ class Progress(Silent):
         stride = max(1, done - round(piece.completed))
         each = (piece.elapsed or 0.0) / done if done else None
         figures = f"{done:,}/{total:,} {self.unit}"
-        fields: dict[str, Any] = {"figures": figures, "each": each, "stride": stride}
-        if done:
-            self._bar.update(piece.id, completed=done, moved=time.monotonic(), **fields)
-        else:  # start its clock
-            self._bar.reset(piece.id, total=total, moved=time.monotonic(), **fields)
+        if not done:  # start its clock
+            self._bar.reset(piece.id, total=total)
+        self._bar.update(
+            piece.id,
+            completed=done,
+            moved=time.monotonic(),
+            figures=figures,
+            each=each,
+            stride=stride,
+        )
 
     def _evaluated(self) -> None:
         """Show the training again, if there is one."""
         if self._bar and TRAINING in self._pieces:
             self._show(self._bar, TRAINING, "", 0, self._total)
 
-    @override
-    def epoch(self, record: dict[str, Any], measured: str = "") -> None:
+    def epoch(self, record: Figures, measured: str = "") -> None:
+        """Show and record an epoch; ``measured`` are its metrics other than the loss."""
         self._record("epoch", record)
         self._evaluated()
         if self._speed_only:
@@ -255,28 +247,31 @@ class Progress(Silent):
         loss = "-" if record["loss"] is None else f"{record['loss']:.4f}"
         self.console.print(f"epoch {record['epoch'] + 1} done: loss {loss}{tested}")
 
-    @override
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
+        """Show a line."""
         self.console.print(text)
 
-    @override
     def stop(self) -> None:
+        """Stop updating the bar; further output is written below it."""
         if self._bar:
             self._evaluated()
             self._bar.stop()
             self.console.print()  # rich has moved down to the bar; this is below it
             self._bar = None
 
-    @override
     def predictions(self, pieces: Iterable[bytes]) -> None:
-        assert self._predictions is not None
+        """Write the file of ``--predict``, in ``pieces`` from all ranks."""
+        if self._predictions is None:
+            for _ in pieces:  # each is a collective
+                pass
+            return
         with self._predictions.replacing() as file:
             for piece in pieces:
                 file.write(piece)
         self._predictions.close()
 
-    @override
     def end(self, title: str, rows: list[tuple[str, str]], summary: Summary | None = None) -> None:
+        """Show the result, write the summary and close all files."""
         self.stop()
         self.console.print(summary_table(title, rows))
         if self._lines:
@@ -288,11 +283,27 @@ class Progress(Silent):
                 file.write(json.dumps(summary.to_json(), indent=1).encode() + b"\n")
             self._summary.close()
 
-    def _record(self, kind: str, record: dict[str, Any]) -> None:
+    def _record(self, kind: str, record: Figures) -> None:
         if self._lines:
             self._lines.append(json.dumps({"kind": kind, **nan_to_null(record)}).encode() + b"\n")
         if self._board:
             self._board.write(kind, record)
+
+
+def progress_of(session: Session) -> Progress:
+    """Return the progress output of this rank, which opens its files; all ranks must call it.
+
+    Raises:
+        UsageError: on every rank: a file cannot be written, or TensorBoard is not installed.
+    """
+    return session.adapter.communicator.together(
+        lambda: Progress(
+            session.options,
+            session.workload.unit,
+            speed_only=bool(session.task.speed_only),
+            writes=session.adapter.world.is_writer,
+        )
+    )
 
 
 def _output(path: Path | None, option: str) -> Output | None:

@@ -18,13 +18,15 @@ from pathlib import Path
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.steps.tensor_file import file_digest
 from hvdtrain.system.files import FULL, lock
 from hvdtrain.system.output.text import duration, plural, printable, size
 from hvdtrain.system.runtime import terminal
-from hvdtrain.workloads.data.packed import CHUNK, INDEX, Pack, Shard, file_digest, is_packed
+from hvdtrain.workloads.data.packed import INDEX, Pack, Shard, is_packed
 
 log = logging.getLogger(__name__)
 
+CHUNK = 2**23  # bytes read at a time
 AT_ONCE = 4  # number of shards that a host copies at a time
 FIRST_PAUSE, PAUSE = 0.05, 1.0  # seconds between two exchanges of the progress
 LINE_EVERY = 30.0  # seconds between two progress lines if there is no terminal

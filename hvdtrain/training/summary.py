@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.adapters.common_adapter import CommonAdapter
@@ -22,7 +21,7 @@ from hvdtrain.system.machine.limits import physical_cores, processor
 from hvdtrain.system.output.text import percent, plural
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.tasks.metrics import Metric
-from hvdtrain.tasks.task import Task, Workload
+from hvdtrain.training.plan import Session
 from hvdtrain.training.throughput import Clock
 
 STOPPED = {
@@ -35,7 +34,7 @@ OPEN_MPI = tuple(f"OMPI_MCA_{name}" for name in ("btl", "coll", "mpi_yield_when_
 VARIABLES = ("FI_", "HOROVOD_", "NCCL_", "OMP_", "UCX_", *OPEN_MPI)
 
 
-def non_default_options(options: Options) -> dict[str, Any]:
+def non_default_options(options: Options) -> dict[str, object]:
     """Return the options that differ from their defaults, by name."""
     return {
         field.name: str(value) if isinstance(value, Path) else value
@@ -44,40 +43,39 @@ def non_default_options(options: Options) -> dict[str, Any]:
     }
 
 
-def headline(workload: Workload, adapter: CommonAdapter, task: Task, device: str) -> str:
+def headline(session: Session, device: str) -> str:
     """Return the line on model, framework, strategy and ranks; ``device``: of this rank."""
-    world, options = adapter.world, task.options
+    adapter, options = session.adapter, session.task.options
     return (
-        f"hvdtrain {workload.name}: {options.model}, {options.framework} over {adapter.name}, "
-        f"{plural(world.size, 'rank')} on {plural(world.hosts, 'host')}, {device} per rank, "
-        f"{options.precision}"
+        f"hvdtrain {session.workload.name}: {options.model}, {options.framework} over "
+        f"{adapter.name}, {plural(adapter.world.size, 'rank')} on "
+        f"{plural(adapter.world.hosts, 'host')}, {device} per rank, {options.precision}"
     )
 
 
-def described(
-    workload: Workload, options: Options, adapter: CommonAdapter, task: Task
-) -> dict[str, Any]:
-    """Return the fields of a summary for the same facts; ``options``: those of the user."""
-    world = adapter.world
-    return {
-        "workload": workload.name,
-        "unit": workload.unit,
-        "framework": options.framework,
-        "strategy": adapter.name,
-        "model": task.options.model,
-        "world_size": world.size,
-        "devices": world.devices,
-        "hosts": world.hosts,
-        "precision": task.options.precision,
-        "compression": adapter.comm_options.compression,
-        "reduction": adapter.comm_options.reduction,
-        "options": non_default_options(options),
-        "environment": environment(world),
-    }
+def with_session(summary: Summary, session: Session) -> Summary:
+    """Return ``summary`` with the fields for the facts of the headline, and the environment."""
+    adapter, options, world = session.adapter, session.options, session.adapter.world
+    return dataclasses.replace(
+        summary,
+        workload=session.workload.name,
+        unit=session.workload.unit,
+        framework=options.framework,
+        strategy=adapter.name,
+        model=session.task.options.model,
+        world_size=world.size,
+        devices=world.devices,
+        hosts=world.hosts,
+        precision=session.task.options.precision,
+        compression=adapter.comm_options.compression,
+        reduction=adapter.comm_options.reduction,
+        options=non_default_options(options),
+        environment=environment(world),
+    )
 
 
-def used(adapter: CommonAdapter, clock: Clock) -> dict[str, Any]:
-    """Return the fields of a summary on memory, utilisation and energy; all ranks must call it.
+def with_usage(summary: Summary, adapter: CommonAdapter, clock: Clock) -> Summary:
+    """Return ``summary`` with memory, utilisation and energy; all ranks must call it.
 
     Memory is the maximum over the ranks. Utilisation of a CPU is a rank's processor time over the
     time of the counted steps times its threads, that of a GPU is NVML's; mean and minimum over
@@ -91,29 +89,33 @@ def used(adapter: CommonAdapter, clock: Clock) -> dict[str, Any]:
     memory, shares, energies = zip(*ranks, strict=True)
     of_gpus = {gpu: value for energy in energies for gpu, value in (energy or {}).items()}
     measured, images = [*of_gpus.values()], sum(clock.images)
-    return {
-        "peak_memory_bytes": max(memory) or None,
-        "utilisation_mean": None if None in shares else statistics.fmean(shares),
-        "utilisation_lowest": None if None in shares else min(shares),
-        "joules_per_image": sum(measured) / images
+    return dataclasses.replace(
+        summary,
+        peak_memory_bytes=max(memory) or None,
+        utilisation_mean=None if None in shares else statistics.fmean(shares),
+        utilisation_lowest=None if None in shares else min(shares),
+        joules_per_image=sum(measured) / images
         if measured and images and None not in measured
         else None,
-    }
+    )
 
 
-def evaluated(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the fields of a summary on an evaluation, from the result of ``evaluate``."""
-    tested = dict(metrics or {})
-    loss, samples = tested.pop("loss", None), tested.pop("samples", None)
-    return {
-        "eval_loss": loss,
-        "eval_accuracy": tested.get("accuracy"),
-        "eval_metrics": tested or None,
-        "eval_samples": samples,
-    }
+def with_evaluation(summary: Summary, metrics: Mapping[str, float] | None) -> Summary:
+    """Return ``summary`` with an evaluation, the result of ``evaluate``."""
+    if metrics is None:
+        return summary
+    tested = dict(metrics)
+    loss, samples = tested.pop("loss"), tested.pop("samples")
+    return dataclasses.replace(
+        summary,
+        eval_loss=loss,
+        eval_accuracy=tested.get("accuracy"),
+        eval_metrics=tested or None,
+        eval_samples=int(samples),
+    )
 
 
-def environment(world: World, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def environment(world: World) -> dict[str, object]:
     """Return software, machine and tuning variables of this rank."""
     return {
         "hvdtrain": __version__,
@@ -123,11 +125,11 @@ def environment(world: World, environ: Mapping[str, str] = os.environ) -> dict[s
         "host": world.host,
         "processor": processor(),
         "cores_of_this_rank": physical_cores(),
-        "gpus_of_this_host": count_gpus(environ),
+        "gpus_of_this_host": count_gpus(os.environ),
         "ranks_on_this_host": world.local_size,
-        "launcher": detect(environ).launcher,
+        "launcher": detect(os.environ).launcher,
         "variables": {
-            name: value for name, value in sorted(environ.items()) if name.startswith(VARIABLES)
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
         },
         "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
@@ -143,46 +145,39 @@ def measured(metrics: Sequence[Metric], tested: Mapping[str, float]) -> dict[str
 
 
 def rows(
-    summary: Summary, rates: Sequence[float], measured: Mapping[str, str], unit: str = "images"
+    summary: Summary,
+    rates: Sequence[float],
+    measured: Mapping[str, str],
+    *,
+    speed_only: bool = False,
 ) -> list[tuple[str, str]]:
     """Return the summary as table rows: label and formatted value.
 
-    The ``rates`` are those of the counted steps. If few steps are slow, the deviation would exceed
-    the mean, so median and range are shown.
+    Args:
+        summary: the summary of a training.
+        rates: samples per second of the counted steps. If few steps are slow, the deviation would
+            exceed the mean, so median and range are shown.
+        measured: formatted metrics of the evaluation by name.
+        speed_only: whether it trained on random samples, to measure the speed.
     """
-    epochs, steps = summary.epochs_completed, summary.steps_completed
-    assert epochs is not None and steps is not None
-    done = (
-        f"{summary.samples_trained:,} {unit} in {plural(steps, 'step')}, "
-        f"{plural(epochs, 'whole epoch')}"
-    )
-    return [
-        ("trained", done),
-        ("training loss", _number(summary.train_loss, ".4f")),
-        *_test_rows(summary, measured),
-        *_end_rows(summary, rates, unit),
-    ]
-
-
-def speed_rows(
-    summary: Summary, rates: Sequence[float], unit: str = "images"
-) -> list[tuple[str, str]]:
-    """Return the summary of a run on random samples as table rows; see ``rows``."""
-    steps = plural(summary.steps_completed or 0, "update")
-    return [
-        ("measured", f"{summary.samples_trained:,} random {unit} in {steps}"),
-        *_end_rows(summary, rates, unit),
-    ]
-
-
-def _end_rows(summary: Summary, rates: Sequence[float], unit: str) -> list[tuple[str, str]]:
+    samples, unit, steps = summary.samples_trained, summary.unit, summary.steps_completed or 0
+    if speed_only:
+        work = [("measured", f"{samples:,} random {unit} in {plural(steps, 'update')}")]
+    else:
+        epochs = plural(summary.epochs_completed or 0, "whole epoch")
+        work = [
+            ("trained", f"{samples:,} {unit} in {plural(steps, 'step')}, {epochs}"),
+            ("training loss", _number(summary.train_loss, ".4f")),
+            *_test_rows(summary, measured),
+        ]
     stopped, first = summary.stopped, _number(summary.seconds_to_first_step, ".1f")
     assert stopped is not None
     files = {"checkpoint": summary.checkpoint, "timeline": summary.timeline}
     return [
+        *work,
         (f"{unit}/s", _speed(rates, recorded=summary.timeline is not None)),
         *([("bubble", _bubble(summary.bubble))] if summary.bubble else []),
-        *_gpu_rows(summary, unit),
+        *_gpu_rows(summary),
         ("seconds", f"{summary.seconds_total:.1f}, the first step after {first}"),
         ("stopped", STOPPED.get(stopped, stopped)),
         *((name, path) for name, path in files.items() if path),
@@ -197,17 +192,17 @@ def _bubble(bubble: Bubble) -> str:
     return f"{measured}{percent(bubble.formula)} by formula ({cut})"
 
 
-def _gpu_rows(summary: Summary, unit: str) -> list[tuple[str, str]]:
+def _gpu_rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the row on GPU utilisation, memory and energy, if NVML reports them."""
     if summary.joules_per_image is None or summary.utilisation_mean is None:
         return []
     memory = (summary.peak_memory_bytes or 0) / 2**30
     busy = f"{100 * summary.utilisation_mean:.0f} % busy, at most {memory:.1f} GiB each"
-    return [("GPUs", f"{busy}, {summary.joules_per_image:.3g} J for each of the {unit}")]
+    return [("GPUs", f"{busy}, {summary.joules_per_image:.3g} J for each of the {summary.unit}")]
 
 
 def evaluation_rows(
-    summary: Summary, measured: Mapping[str, str], predictions: Path | None, unit: str = "images"
+    summary: Summary, measured: Mapping[str, str], predictions: Path | None
 ) -> list[tuple[str, str]]:
     """Return the summary of an evaluation as table rows; see ``rows``."""
     table = [
@@ -216,7 +211,9 @@ def evaluation_rows(
         ("seconds", _number(summary.seconds_total, ".1f")),
     ]
     if summary.images_per_second_mean is not None:  # of a benchmark
-        table.append((f"{unit}/s", f"{summary.images_per_second_mean:,.1f}, over all ranks"))
+        table.append(
+            (f"{summary.unit}/s", f"{summary.images_per_second_mean:,.1f}, over all ranks")
+        )
     return [*table, ("predictions", str(predictions))] if predictions else table
 
 

@@ -29,9 +29,10 @@ from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.tasks.task import Task, Workload
 from hvdtrain.training import timeline_window
 from hvdtrain.training.checks import check_data, check_early, check_options
-from hvdtrain.training.evaluation import EvaluationRun
-from hvdtrain.training.loop import Run
+from hvdtrain.training.evaluation import evaluate_only
+from hvdtrain.training.loop import TrainingLoop
 from hvdtrain.training.plan import (
+    Session,
     TrainingPlan,
     check_tf32,
     choose_model,
@@ -41,7 +42,7 @@ from hvdtrain.training.plan import (
     notes,
     processor_has_bf16,
 )
-from hvdtrain.training.progress import Progress, Silent
+from hvdtrain.training.progress import progress_of
 from hvdtrain.training.staging import stage
 
 
@@ -104,8 +105,9 @@ def train(workload: Workload, options: Options) -> int:
     device = adapter.pin_device()  # step 2
     plan = make_plan(workload, options, world)
     task = _build(workload, options, plan, adapter)
+    session = Session(workload, options, plan, adapter, task)
     if options.evaluates_only:
-        return EvaluationRun(workload, options, plan, adapter, task).run(device)
+        return evaluate_only(session, device)
     shards = adapter.shard_data(  # step 3
         task.train.samples, global_batch=plan.global_batch, seed=options.seed
     )
@@ -115,21 +117,15 @@ def train(workload: Workload, options: Options) -> int:
     task.model, task.optimizer = adapter.distribute_optimizer(  # step 5
         task.model, task.optimizer
     )
-    run = Run(workload, options, plan, adapter, task, shards, rate)
-    run.now = run.checkpoints.resume()
+    loop = TrainingLoop(session, shards, rate)
+    loop.now = loop.checkpoints.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6
-    together = adapter.communicator.together
-    speed_only = bool(task.speed_only)
-    run.show = together(
-        lambda: (
-            Progress(options, workload.unit, speed_only=speed_only) if world.is_writer else Silent()
-        )
-    )
-    run.announce(device)
+    show = progress_of(session)
+    loop.announce(show, device)
     try:
-        return run.run()  # steps 7 and 8, save_checkpoint and average_metrics
+        return loop.run()  # steps 7 and 8, save_checkpoint and average_metrics
     finally:
-        run.show.stop()
+        show.stop()
 
 
 def _prepare(options: Options) -> CommonAdapter:

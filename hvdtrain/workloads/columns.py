@@ -1,13 +1,5 @@
-"""Former name of ``hvdtrain.tasks.columns``, until version 0.2."""
+"""Former name of ``hvdtrain.tasks.columns``."""
 
-import sys
-import warnings
+from hvdtrain.workloads import moved
 
-from hvdtrain.tasks import columns
-
-warnings.warn(
-    "hvdtrain.workloads.columns is deprecated: import hvdtrain.tasks.columns",
-    DeprecationWarning,
-    stacklevel=2,
-)
-sys.modules[__name__] = columns
+moved(__name__, "hvdtrain.tasks.columns")

@@ -1,13 +1,5 @@
-"""Former name of ``hvdtrain.tasks.metrics``, until version 0.2."""
+"""Former name of ``hvdtrain.tasks.metrics``."""
 
-import sys
-import warnings
+from hvdtrain.workloads import moved
 
-from hvdtrain.tasks import metrics
-
-warnings.warn(
-    "hvdtrain.workloads.metrics is deprecated: import hvdtrain.tasks.metrics",
-    DeprecationWarning,
-    stacklevel=2,
-)
-sys.modules[__name__] = metrics
+moved(__name__, "hvdtrain.tasks.metrics")

@@ -1,13 +1,5 @@
-"""Former name of ``hvdtrain.tasks.training_step_tensorflow``, until version 0.2."""
+"""Former name of ``hvdtrain.tasks.training_step_tensorflow``."""
 
-import sys
-import warnings
+from hvdtrain.workloads import moved
 
-from hvdtrain.tasks import training_step_tensorflow as tensorflow
-
-warnings.warn(
-    "hvdtrain.workloads.tf_task is deprecated: import hvdtrain.tasks.training_step_tensorflow",
-    DeprecationWarning,
-    stacklevel=2,
-)
-sys.modules[__name__] = tensorflow
+moved(__name__, "hvdtrain.tasks.training_step_tensorflow")

@@ -16,7 +16,7 @@ from sklearn.datasets import load_sample_image  # noqa: E402
 
 from hvdtrain.errors import UsageError  # noqa: E402
 from hvdtrain.tasks.training_step_pytorch import network_input  # noqa: E402
-from hvdtrain.workloads.data.torch_loader import _ahead, decoded  # noqa: E402
+from hvdtrain.workloads.data.torch_images import _ahead, decoded  # noqa: E402
 from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision  # noqa: E402
 
 

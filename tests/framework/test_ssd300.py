@@ -25,6 +25,8 @@ from hvdtrain.workloads.resnet.pytorch import torchvision  # noqa: E402
 from hvdtrain.workloads.ssd300 import boxes, data, metric  # noqa: E402
 from hvdtrain.workloads.ssd300.pytorch import SSD300, load_backbone  # noqa: E402
 from hvdtrain.workloads.ssd300.task import WORKLOAD, DetectorOptions, build  # noqa: E402
+from tests.conftest import error_of  # noqa: E402
+from tests.unit.workloads.data.test_coco import write  # noqa: E402
 
 Box = list[float]
 
@@ -315,7 +317,7 @@ def written(folder: Path, images: list[tuple[Any, list[tuple[int, Box]]]]) -> co
         content["annotations"] += [
             {"image_id": number, "category_id": category, "bbox": bbox} for category, bbox in group
         ]
-    return annotated(folder, content)
+    return coco.load(write(folder, content, names=()))[0]
 
 
 def test_a_reader_gives_pixels_and_padded_boxes(tmp_path: Path) -> None:
@@ -325,7 +327,7 @@ def test_a_reader_gives_pixels_and_padded_boxes(tmp_path: Path) -> None:
         (np.zeros((50, 50), np.uint8), []),  # grey, without boxes
         (rows.astype(np.uint8), [(2, [0, 0, 90, 60]), (5, [30, 20, 60, 40])]),
     ]
-    reader = data.Reader(written(tmp_path, images), 3)
+    reader = data.BoxReader(written(tmp_path, images), 3)
     result = reader.batch([2, 1, 0], None)
     assert result.x.shape == (3, 3, 300, 300) and result.x.dtype == torch.uint8
     third, f = np.float32(1 / 3).item(), np.float32
@@ -441,9 +443,7 @@ def test_precision_is_that_of_pycocotools(seed: int, tmp_path: Path) -> None:
     expected = as_by_hand(tmp_path, content, results)
     for entry in content["annotations"]:
         del entry["area"], entry["id"]
-    (tmp_path / "train2017").mkdir()
-    for entry in ids:
-        (tmp_path / "train2017" / f"{entry}.jpg").touch()
+    folder = write(tmp_path / "coco", content, names=[f"{entry}.jpg" for entry in ids])
     result = np.array(
         [
             [entry["image_id"], *entry["bbox"], entry["score"], entry["category_id"]]
@@ -542,7 +542,5 @@ def test_weights_that_do_not_fit_are_one_line(kind: str, words: str, tmp_path: P
         path.write_bytes(b"\x80nothing of the kind\n" * 9)
     elif kind != "absent":
         torch.save(weights, path)
-    with pytest.raises(UsageError) as caught:
-        load_backbone(SSD300("resnet18", 3), path)
-    assert words in str(caught.value) and f"--backbone-path {path}" in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
+    message = error_of(load_backbone, SSD300("resnet18", 3), path)
+    assert words in message and f"--backbone-path {path}" in message

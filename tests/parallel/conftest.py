@@ -240,3 +240,19 @@ def assert_bit_equal(one: Training, other: Training) -> None:
         assert first.keys() == second.keys()
         for name, value in first.items():
             assert value.tobytes() == second[name].tobytes(), f"{file}: {name} differs"
+
+
+def completed(number: int, *words: str, **more: Any) -> Outcome:
+    """Run ``python WORDS`` on resident ranks, which must end with exit code 0."""
+    outcome = resident.ranks(number, *words, **more)
+    assert outcome.code == 0, outcome.err[-3000:]
+    return outcome
+
+
+def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
+    """The exit code is ``code``, and the only line of hvdtrain has all ``words``."""
+    assert outcome.code == code, outcome.err[-2000:]
+    assert len(outcome.said) == 1, outcome.err[-2000:]
+    assert "Traceback" not in outcome.err
+    for word in words:
+        assert word in outcome.said[0]

@@ -20,15 +20,14 @@ from PIL import Image
 
 from tests.conftest import LONG, Outcome, Ranks, ranks, run
 from tests.parallel import resident
-from tests.parallel.conftest import FRAMEWORKS, SCRIPTS, STRATEGIES, train
-
-
-def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
-    assert outcome.code == code, outcome.err[-2000:]
-    assert len(outcome.said) == 1, outcome.err[-2000:]
-    assert "Traceback" not in outcome.err
-    for word in words:
-        assert word in outcome.said[0]
+from tests.parallel.conftest import (
+    FRAMEWORKS,
+    SCRIPTS,
+    STRATEGIES,
+    assert_one_line,
+    completed,
+    train,
+)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +121,7 @@ def test_a_broken_jpeg_is_named_and_grey_and_cmyk_ones_are_taken(
     assert not left
     assert set(Path("/dev/shm").glob("sem.*")) <= before
     summary = tmp_path / "summary.json"
-    shown = resident.ranks(2, *line, "--skip-broken", "--workers=0", f"--summary={summary}")
-    assert shown.code == 0, shown.err
+    shown = completed(2, *line, "--skip-broken", "--workers=0", f"--summary={summary}")
     assert "skipped 1 broken image" in shown.out
     done = json.loads(summary.read_text())
     assert (done["samples_trained"], done["eval_samples"]) == (15, 16)
@@ -154,8 +152,7 @@ def test_a_loss_that_is_nan_on_one_rank() -> None:
 
 
 def test_a_rank_that_hangs_within_a_compiled_step_is_named() -> None:
-    outcome = resident.ranks(2, FAULTY, "hang", "--framework=tensorflow", "--num-steps=4")
-    assert outcome.code == 0, outcome.err
+    outcome = completed(2, FAULTY, "hang", "--framework=tensorflow", "--num-steps=4")
     host = socket.gethostname()
     waiting = f"the sum of the gradients: rank 0 on {host} waiting for rank 1 on {host}, which may"
     assert [line for line in outcome.said if waiting in line], outcome.err

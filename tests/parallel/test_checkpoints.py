@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.parallel import resident
-from tests.parallel.conftest import SIZES, STRATEGIES, train
+from tests.parallel.conftest import SIZES, STRATEGIES, completed, train
 
 MOVES = str(Path(__file__).parent / "scripts" / "moves.py")
 
@@ -22,15 +21,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folders = []
     for name, number in SIZES:
         folders.append(tmp_path_factory.mktemp(f"{name}-{number}-"))
-        outcome = resident.ranks(number, MOVES, name, "save", str(folders[-1]))
-        assert outcome.code == 0, outcome.err[-3000:]
+        completed(number, MOVES, name, "save", str(folders[-1]))
     return folders
 
 
 @pytest.mark.parametrize(("strategy", "number"), SIZES)
 def test_any_goes_on_from_any(strategy: str, number: int, saved: list[Path]) -> None:
-    outcome = resident.ranks(number, MOVES, strategy, "load", *map(str, saved))
-    assert outcome.code == 0, outcome.err[-3000:]
+    completed(number, MOVES, strategy, "load", *map(str, saved))
     assert all((folder / f"{strategy}-{number}").exists() for folder in saved)
 
 

@@ -43,10 +43,10 @@ import pathlib, sys, time
 from hvdtrain import mnist
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.steps import checkpoint
-from hvdtrain.training.loop import Run
+from hvdtrain.training.loop import TrainingLoop
 mark, moment = pathlib.Path(sys.argv[1]), sys.argv[2]
 del sys.argv[1:3]
-target = {"evaluation": (Run, "_evaluate"), "save": (checkpoint, "save")}.get(moment)
+target = {"evaluation": (TrainingLoop, "_evaluate"), "save": (checkpoint, "save")}.get(moment)
 if target:
     real = getattr(*target)
     def slow(*arguments):

@@ -13,7 +13,14 @@ from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.workloads.data.packed import INDEX
 from tests.conftest import LONG, on_demand, run
 from tests.parallel import resident
-from tests.parallel.conftest import FRAMEWORKS, SOME, assert_bit_equal, train
+from tests.parallel.conftest import (
+    FRAMEWORKS,
+    SOME,
+    assert_bit_equal,
+    assert_one_line,
+    completed,
+    train,
+)
 
 SHORT = ("--model=resnet18", "--image-size=48", "--batch-size=3", "--epochs=2", "--precision=fp32")
 
@@ -34,26 +41,13 @@ def test_packed_training_is_bit_equal_to_the_folder(
     """Train half on each of the two, in either order, and once with worker processes."""
     line = (f"--framework={framework}", *SHORT)
     line += ("--deterministic",) if number > 2 else ()
-    whole = train(
-        number,
-        tmp_path / "whole",
-        "resnet",
-        *line,
-        f"--data={few_images}",
-        "--num-steps=9",  # seven an epoch
-        "--workers=0",
-    )
+    steps = "--num-steps=9"  # seven an epoch
+    folder = (f"--data={few_images}", steps, "--workers=0")
+    whole = train(number, tmp_path / "whole", "resnet", *line, *folder)
     first, second = (packed, few_images) if framework == "pytorch" else (few_images, packed)
     train(number, tmp_path / "cut", "resnet", *line, f"--data={first}", "--num-steps=5")
-    cut = train(
-        number,
-        tmp_path / "cut",
-        "resnet",
-        *line,
-        f"--data={second}",
-        "--num-steps=9",
-        "--resume=must",
-    )
+    rest = (f"--data={second}", steps, "--resume=must")
+    cut = train(number, tmp_path / "cut", "resnet", *line, *rest)
     assert_bit_equal(whole, cut)
     for key in ("eval_loss", "eval_accuracy", "samples_trained"):
         assert whole.summary[key] == cut.summary[key]
@@ -80,8 +74,7 @@ def test_data_is_staged_once_per_host_and_failures_are_reported_once(
 ) -> None:
     line = ("-m", "hvdtrain.resnet", *SHORT, "--num-steps=1", "--workers=0")
     staged = (*line, f"--data={packed}", f"--stage={tmp_path / 'disk'}")
-    outcome = resident.ranks(2, *staged)
-    assert outcome.code == 0, outcome.err
+    outcome = completed(2, *staged)
     assert "on 1 host: " in outcome.out
     assert "copied in" in outcome.out
     outcome = resident.ranks(2, *staged)
@@ -93,10 +86,7 @@ def test_data_is_staged_once_per_host_and_failures_are_reported_once(
         ((f"--data={few_images}", f"--stage={tmp_path}"), ("is not packed: run `hvdtrain pack",)),
         ((f"--data={packed}", f"--stage={tmp_path / 'file'}"), ("--stage", "file", "directory")),
     ):
-        outcome = resident.ranks(2, *line, *words)
-        assert outcome.code == 2
-        assert len(outcome.said) == 1, outcome.err
-        assert all(message in outcome.said[0] for message in messages), outcome.said
+        assert_one_line(resident.ranks(2, *line, *words), 2, *messages)
 
 
 def test_damaged_data_is_reported_once(packed: Path, tmp_path: Path) -> None:
@@ -105,18 +95,11 @@ def test_damaged_data_is_reported_once(packed: Path, tmp_path: Path) -> None:
     content = bytearray(shard.read_bytes())
     shard.write_bytes(content[:-512])
     line = ("-m", "hvdtrain.resnet", f"--data={tmp_path / 'data'}", *SHORT, "--workers=0")
-    outcome = resident.ranks(2, *line, "--quiet")
-    assert outcome.code == 2
-    assert len(outcome.said) == 1, outcome.err
-    assert f"{shard} is damaged (it has" in outcome.said[0]
+    assert_one_line(resident.ranks(2, *line, "--quiet"), 2, f"{shard} is damaged (it has")
     content[512:4000] = bytes(3488)  # an image that was lost
     shard.write_bytes(content)
-    outcome = resident.ranks(2, *line, "--quiet", "--epochs=1")
-    assert outcome.code == 2
-    assert len(outcome.said) == 1, outcome.err
-    assert f"{shard}: 0000000" in outcome.said[0]
-    outcome = resident.ranks(2, *line, "--skip-broken", "--num-steps=2")
-    assert outcome.code == 0, outcome.err
+    assert_one_line(resident.ranks(2, *line, "--quiet", "--epochs=1"), 2, f"{shard}: 0000000")
+    outcome = completed(2, *line, "--skip-broken", "--num-steps=2")
     assert "skipped 1 broken image" in outcome.out
     assert "39 images" in outcome.out
 

@@ -9,19 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.steps.summary import Summary
 from tests.conftest import BIN, LONG, ROOT, run
 from tests.parallel import resident
-from tests.parallel.conftest import FRAMEWORKS, SOME, Start, assert_bit_equal, train, until
+from tests.parallel.conftest import (
+    FRAMEWORKS,
+    SOME,
+    Start,
+    assert_bit_equal,
+    assert_one_line,
+    completed,
+    train,
+    until,
+)
 
-KEYS = """
-    workload framework strategy model world_size devices hosts precision compression
-    reduction global_batch_size epochs_completed steps_completed samples_trained
-    training_samples unit train_loss
-    eval_loss eval_accuracy eval_metrics eval_samples images_per_second_mean images_per_second_std
-    step_seconds_median seconds_total seconds_to_first_step step_split gradient_messages
-    peak_memory_bytes utilisation_mean utilisation_lowest parameter_norm stopped checkpoint
-    timeline options environment
-"""  # documented in docs/training.md
+KEYS = list(Summary().to_json())
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -31,7 +33,7 @@ def test_mnist(framework: str, number: int, mnist: Path, tmp_path: Path) -> None
     options = ("--epochs=6",) if LONG else ("--epochs=1", "--model=small")
     line = (f"--framework={framework}", f"--data={mnist}", *options)
     done = train(number, tmp_path, "mnist", *line, timeout=1800)
-    assert list(done.summary) == KEYS.split()
+    assert list(done.summary) == KEYS
     assert done.summary["eval_samples"] == 10_000
     assert done.summary["eval_accuracy"] >= (0.99 if LONG else 0.95)
     assert done.summary["samples_trained"] == 60_000 * (6 if LONG else 1)
@@ -78,8 +80,7 @@ def test_resnet_without_data_looks_like_the_benchmark_that_it_is(
     line = (f"--framework={framework}", "--model=resnet18", "--image-size=32", "--batch-size=2")
     files = (f"--summary={tmp_path / 's.json'}", f"--metrics={tmp_path / 'm.jsonl'}")
     program = ("-m", "hvdtrain.resnet", *line, *options, *files)
-    outcome = resident.ranks(2, *program, "--num-steps=5")
-    assert outcome.code == 0, outcome.err
+    outcome = completed(2, *program, "--num-steps=5")
     lines = outcome.out.splitlines()
     assert lines[0] == first.format("5 updates")
     assert lines[2] == "global batch 4"
@@ -87,7 +88,7 @@ def test_resnet_without_data_looks_like_the_benchmark_that_it_is(
         assert word not in outcome.out, outcome.out
     assert "20 random images in 5 updates" in outcome.out
     summary = json.loads((tmp_path / "s.json").read_text())
-    assert list(summary) == KEYS.split()
+    assert list(summary) == KEYS
     assert (summary["training_samples"], summary["steps_completed"]) == (1_281_167, 5)
     assert summary["train_loss"] > 0 and summary["eval_samples"] is None
     records = [json.loads(one) for one in (tmp_path / "m.jsonl").read_text().splitlines()]
@@ -112,8 +113,7 @@ def test_when_to_evaluate_and_what_a_benchmark_leaves_out(tmp_path: Path) -> Non
     done = train(2, tmp_path / "training", "mnist", *options, *short).summary
     assert (done["steps_completed"], done["eval_samples"]) == (5, None)
     line = ("-m", "hvdtrain.mnist", *options, "--benchmark=inference", "--quiet")
-    outcome = resident.ranks(2, *line, f"--summary={tmp_path / 'inference.json'}")
-    assert outcome.code == 0, outcome.err
+    completed(2, *line, f"--summary={tmp_path / 'inference.json'}")
     done = json.loads((tmp_path / "inference.json").read_text())
     assert (done["steps_completed"], done["eval_samples"], done["checkpoint"]) == (0, 297, None)
     assert done["images_per_second_mean"] > 0
@@ -154,20 +154,14 @@ def test_a_signal_to_one_process_alone_gives_75_and_nobody_uses_its_directory(
     process.terminate()
     process.communicate(timeout=120)
     assert process.returncode == 75
-    assert second.code == 2, second.err
-    (message,) = second.said
-    assert f"--checkpoint-dir {tmp_path} is in use" in message
-    assert f"process {process.pid} of " in message
+    words = f"process {process.pid} of "
+    assert_one_line(second, 2, f"--checkpoint-dir {tmp_path} is in use", words)
     assert not list(tmp_path.glob(".*"))
 
 
 def test_metrics_and_tensorboard(tmp_path: Path) -> None:
-    outcome = resident.ranks(
-        2,
-        *("-m", "hvdtrain.mnist", "--model=small", "--epochs=3"),
-        *(f"--metrics={tmp_path / 'm.jsonl'}", f"--tensorboard={tmp_path / 'board'}"),
-    )
-    assert outcome.code == 0, outcome.err
+    files = (f"--metrics={tmp_path / 'm.jsonl'}", f"--tensorboard={tmp_path / 'board'}")
+    outcome = completed(2, "-m", "hvdtrain.mnist", "--model=small", "--epochs=3", *files)
     assert "test accuracy" in outcome.out
     assert "\x1b" not in outcome.out  # plain lines where no person watches
     rows = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
@@ -188,5 +182,4 @@ def test_alone_without_horovod_says_so(tmp_path: Path) -> None:
     assert "Horovod is not installed" in alone.err
     assert "over single" in alone.out
     together = run([str(BIN / "mpirun"), "-n", "2", *line], PYTHONPATH=path)
-    assert together.code == 2
-    assert len(together.said) == 1 and "hvdtrain install-horovod" in together.said[0]
+    assert_one_line(together, 2, "hvdtrain install-horovod")

@@ -28,6 +28,7 @@ def test_the_tables_list_every_option_and_every_key(site: ModuleType) -> None:
     names = [field.name.replace("_", "-") for field in declared(Options)]
     assert re.findall(r"^\| `--(\S+)`", site.options(), re.MULTILINE) == names
     keys = re.findall(r"^\| `(\w+)`", site.summary(), re.MULTILINE)
+    assert "| `world_size` | `int` | Number of ranks. |" in site.summary()
     assert keys == list(Summary.__dataclass_fields__)
     markers = site.MARKER.findall((ROOT / "docs" / "training.md").read_text())
     assert markers == ["options", "summary"]

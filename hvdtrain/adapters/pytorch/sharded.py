@@ -37,7 +37,7 @@ from hvdtrain.steps.checkpoint_files import (
     file_of,
     unchecked,
 )
-from hvdtrain.steps.tensor_file import Layout, TensorFile
+from hvdtrain.steps.tensor_file import ArraySpec, TensorFile
 from hvdtrain.steps.world import World
 from hvdtrain.system.runtime.waits import SUM
 
@@ -58,7 +58,7 @@ class Piece:
 
     kind: str
     name: str
-    layout: Layout
+    layout: ArraySpec
     owner: int
     fetch: Callable[[], NDArray[Any] | None]
     infinite: bool = False
@@ -152,7 +152,14 @@ class ShardedView(TorchView):
         rank = self.world.rank
         if not self.world.data_rank:
             pieces += (
-                Piece(TRAINING_FILE, name, Layout.of(value), rank, lambda value=value: value, True)  # type: ignore[misc]
+                Piece(
+                    TRAINING_FILE,
+                    name,
+                    ArraySpec.of(value),
+                    rank,
+                    lambda value=value: value,  # type: ignore[misc]
+                    infinite=True,
+                )
                 for name, value in ranks.items()
                 if name != SEEN or not rank
             )
@@ -203,9 +210,9 @@ class ShardedView(TorchView):
             self.adapter.rank_buffers = ranks
 
 
-def layout_of(value: torch.Tensor) -> Layout:
+def layout_of(value: torch.Tensor) -> ArraySpec:
     """Return the layout of the whole tensor, of which this rank may hold only a part."""
-    return Layout(torch.empty(0, dtype=value.dtype).numpy().dtype, tuple(value.shape))
+    return ArraySpec(torch.empty(0, dtype=value.dtype).numpy().dtype, tuple(value.shape))
 
 
 class Writer:
@@ -221,7 +228,7 @@ class Writer:
         self._folder, self._step = folder, step
         self._trouble: HvdtrainError | None = None
         self._files: dict[str, TensorFile] = {}
-        self._layouts: dict[str, dict[str, Layout]] = {kind: {} for kind in files}
+        self._layouts: dict[str, dict[str, ArraySpec]] = {kind: {} for kind in files}
         for piece in pieces:
             self._layouts[piece.kind][piece.name] = piece.layout
         with self._noted():

@@ -87,8 +87,16 @@ def coco(path: Path) -> Files:
 
 
 CIFAR10_CLASSES = (
-    *("airplane", "automobile", "bird", "cat", "deer"),
-    *("dog", "frog", "horse", "ship", "truck"),
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
 )
 CIFAR10_RECORD = 1 + 3 * 32 * 32  # bytes: the class, then red, green and blue, row by row
 

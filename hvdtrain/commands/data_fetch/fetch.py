@@ -31,8 +31,15 @@ from hvdtrain.system.output.text import size as shown
 
 # Errors of a damaged or invalid archive.
 DAMAGED = (
-    *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, struct.error, EOFError),
-    *(ValueError, IndexError, NotImplementedError, RuntimeError),
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    gzip.BadGzipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    ValueError,
+    IndexError,
+    RuntimeError,
 )
 CHUNK = 2**20  # bytes
 TIMEOUT = 30.0  # seconds without data, after which a connection is considered lost
@@ -131,8 +138,9 @@ class Fetch:
     def _check(self) -> None:
         """Check for conflicting files and free space, before anything is downloaded."""
         for remote in self.missing():
-            for name in () if self._is_unpacked(remote) else remote.holds:
-                self._check_free(name)
+            if not self._is_unpacked(remote):
+                for name in remote.holds:
+                    self._check_free(name)
         free = shutil.disk_usage(self.folder).free
         if free < self.room():
             raise UsageError(

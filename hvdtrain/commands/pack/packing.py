@@ -37,6 +37,7 @@ from hvdtrain.commands.pack.source import (
     shard_plans,
 )
 from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.steps.tensor_file import file_digest
 from hvdtrain.system.files import check_folder, lock, resumable
 from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
@@ -45,12 +46,11 @@ from hvdtrain.workloads.data.files import Names
 from hvdtrain.workloads.data.packed import (
     INDEX,
     WORK,
-    Contents,
     Member,
     Pack,
+    PackIndex,
     Shard,
     Split,
-    file_digest,
     key,
     suffix,
 )
@@ -305,7 +305,7 @@ def _resized(content: bytes, limit: int, name: str) -> bytes:
 
 def _contents(
     source: Source, parts: list[ShardPlan], records: list[ShardRecord], digest: str
-) -> Contents:
+) -> PackIndex:
     """Return the index of the shards."""
     splits, loose = {}, {}
     for group in source.groups:
@@ -319,7 +319,7 @@ def _contents(
             loose = {name: Member(*fields) for name, fields in zip(names, columns, strict=True)}
         else:
             splits[group.name] = Split(shard, offset, size, names.joined, group.labels)
-    return Contents(
+    return PackIndex(
         kind=source.kind,
         shards=[
             Shard(part.name, record.size, record.sha256)
@@ -361,7 +361,7 @@ def problems(folder: Path, workers: int) -> list[str]:
 
 
 def shard_problem(
-    folder: Path, contents: Contents, names: dict[str, Names], number: int
+    folder: Path, contents: PackIndex, names: dict[str, Names], number: int
 ) -> str | None:
     """Return the problem of shard ``number``; None if there is none."""
     shard = contents.shards[number]

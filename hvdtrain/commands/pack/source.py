@@ -8,7 +8,6 @@ import os
 import re
 import stat
 import tarfile
-from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,15 +125,17 @@ def find(folder: Path, pool: Executor) -> Source:
             if split is not None and isinstance(split.files, FolderFiles)
         ]
         return Source(IMAGES, groups, train.classes)
-    if annotations := list(_annotations(folder)):
+    candidates = sorted((folder / "annotations").glob("instances_*.json"))
+    named = {path.stem.removeprefix("instances_"): path for path in candidates}
+    annotations = {split: path for split, path in named.items() if (folder / split).is_dir()}
+    if annotations:
         groups = []
-        for annotation in annotations:
-            split = _split_of(annotation)
+        for split, annotation in annotations.items():
             files = open_split(folder, split)
             if not isinstance(files, FolderFiles) or not len(files):
                 raise UsageError(f"{folder / split} has no images: put those of {annotation} there")
             groups.append(_group(split, files, pool))
-        names = Names.of(os.fspath(path.relative_to(folder)) for path in annotations)
+        names = Names.of(os.fspath(path.relative_to(folder)) for path in annotations.values())
         return Source(COCO, [*groups, _group(LOOSE, FolderFiles(folder, names), pool)], [])
     try:
         paths = [mnist.find(folder, name) for name in IDX]
@@ -148,17 +149,6 @@ def find(folder: Path, pool: Executor) -> Source:
         raise UsageError(f"{folder}: the four IDX files of MNIST must be in one directory")
     files = FolderFiles(paths[0].parent, Names.of(path.name for path in paths))
     return Source(MNIST, [_group(LOOSE, files, pool)], [])
-
-
-def _annotations(folder: Path) -> Iterator[Path]:
-    """Yield the annotation files of COCO with a directory of images."""
-    for path in sorted((folder / "annotations").glob("instances_*.json")):
-        if (folder / _split_of(path)).is_dir():
-            yield path
-
-
-def _split_of(annotation: Path) -> str:
-    return annotation.stem.removeprefix("instances_")
 
 
 def _group(

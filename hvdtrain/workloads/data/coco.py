@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,44 +25,36 @@ from hvdtrain.workloads.data.files import Files, has_file, open_split, read_file
 SPLITS = ("train2017", "val2017")
 
 
-@dataclass(frozen=True)
-class Annotation:
-    """A box of an image, with the keys that pycocotools needs; the box as in the file."""
+class Annotation(msgspec.Struct):
+    """A box of an image as in the file: of its keys, those that pycocotools needs.
+
+    Polygons would take gigabytes.
+    """
 
     image_id: int
     category_id: int
     bbox: tuple[float, float, float, float]
-    area: float
-    iscrowd: int
+    area: float | None = None  # None only in a file
+    iscrowd: int | bool | None = None
 
 
 @dataclass(frozen=True)
 class Coco:
-    """The images of a split, in the order of their ids.
+    """The n images of a split, in the order of their ids, and their m boxes.
 
-    Attributes:
-        files: files of the images.
-        ids: ids of the images, int64, shape (n,).
-        sizes: width and height, in pixels, int64, shape (n, 2).
-        boxes: left, top, right and bottom, in pixels, float64, shape (m, 4), grouped by image;
-            without crowds, clipped to the image, with positive area.
-        labels: indices in ``categories``, int64, shape (m,).
-        first: index of the first box of each image, and the number of boxes, int64, shape (n + 1,).
-        categories: ids of the categories, increasing; ``names`` in the same order.
-        annotations: annotations of these images, including crowds.
-        notes: lines for the user on skipped images and annotations.
+    Boxes are grouped by image, without crowds, clipped to the image, with positive area.
     """
 
     files: Files
-    ids: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    boxes: NDArray[np.float64]
-    labels: NDArray[np.int64]
-    first: NDArray[np.int64]
-    categories: list[int]
-    names: list[str]
-    annotations: list[Annotation]
-    notes: tuple[str, ...] = ()
+    ids: NDArray[np.int64]  # of the images, shape (n,)
+    sizes: NDArray[np.int64]  # width and height, in pixels, shape (n, 2)
+    boxes: NDArray[np.float64]  # left, top, right and bottom, in pixels, shape (m, 4)
+    labels: NDArray[np.int64]  # indices in ``categories``, shape (m,)
+    first: NDArray[np.int64]  # index of the first box of each image, and m, shape (n + 1,)
+    categories: list[int]  # ids, increasing
+    names: list[str]  # of the categories
+    annotations: list[Annotation]  # of these images, including crowds
+    notes: tuple[str, ...] = ()  # lines for the user on skipped images and annotations
 
     @property
     def digest(self) -> str:
@@ -79,9 +72,7 @@ class Coco:
 def load(directory: Path, *, skip_broken: bool = False) -> tuple[Coco, Coco | None]:
     """Return ``train2017`` and ``val2017`` of ``directory``; None: no annotations of val2017.
 
-    Args:
-        directory: directory in COCO's layout, or packed.
-        skip_broken: whether to skip missing images.
+    The ``directory`` has COCO's layout, or is packed; ``skip_broken``: missing images are skipped.
 
     Raises:
         UsageError: a file is missing or broken, or the categories of the splits differ.
@@ -156,20 +147,10 @@ class _Image(msgspec.Struct):
     height: int
 
 
-class _Annotation(msgspec.Struct):
-    """The used keys of an annotation: polygons would take gigabytes."""
-
-    image_id: int
-    category_id: int
-    bbox: tuple[float, float, float, float]
-    area: float | None = None
-    iscrowd: bool | int | None = None
-
-
 class _File(msgspec.Struct):
     images: list[_Image]
     categories: list[_Category]
-    annotations: list[_Annotation]
+    annotations: list[Annotation]
 
 
 def _parse(content: bytes, split: str) -> tuple[list[str], dict[str, Any]]:
@@ -194,9 +175,12 @@ def _parse(content: bytes, split: str) -> tuple[list[str], dict[str, Any]]:
             continue
         if entry.category_id not in label:
             raise ValueError(f"image id {entry.image_id} has a category id that is not listed")
-        area = entry.bbox[2] * entry.bbox[3] if entry.area is None else entry.area
-        crowd = int(entry.iscrowd or 0)
-        of_image[at].append(Annotation(entry.image_id, entry.category_id, entry.bbox, area, crowd))
+        if not all(map(math.isfinite, entry.bbox)):  # of strings, e.g. "nan"
+            raise ValueError(f"a bbox of image id {entry.image_id} is not four numbers")
+        if entry.area is None:
+            entry.area = entry.bbox[2] * entry.bbox[3]
+        entry.iscrowd = int(entry.iscrowd or 0)
+        of_image[at].append(entry)
     sizes = np.array([(image.width, image.height) for image in images], np.int64).reshape(-1, 2)
     boxes, labels, counts, odd = [], [], [], 0
     for size, entries in zip(sizes, of_image, strict=True):

@@ -26,8 +26,7 @@ ENDINGS = (".jpg", ".jpeg", ".png")
 class Names(Sequence[str]):
     """Names of files in one array, so that a million of them can be sent to a process quickly.
 
-    Args:
-        joined: the names, uint8, each followed by a zero byte.
+    In ``joined``, uint8, a zero byte follows each name.
     """
 
     def __init__(self, joined: NDArray[np.uint8]) -> None:
@@ -70,15 +69,10 @@ class Names(Sequence[str]):
 
 
 class Files(ABC):
-    """The files of one split of a dataset, in order; sent to worker processes by pickle.
+    """The files of one split of a dataset, in order; sent to worker processes by pickle."""
 
-    Attributes:
-        names: paths of the files, relative to the folder of the split.
-        variant: conversion of their content, e.g. a resize; part of the digest.
-    """
-
-    names: Names
-    variant = b""
+    names: Names  # paths, relative to the folder of the split
+    variant = b""  # conversion of their content, e.g. a resize; part of the digest
 
     def __len__(self) -> int:
         return len(self.names)
@@ -132,12 +126,7 @@ class Files(ABC):
 
 
 class FolderFiles(Files):
-    """Files in a folder.
-
-    Args:
-        root: the folder.
-        names: paths of the files, relative to it.
-    """
+    """The files ``names`` in the folder ``root``."""
 
     def __init__(self, root: Path, names: Names) -> None:
         self.root, self.names = root, names
@@ -165,13 +154,7 @@ class FolderFiles(Files):
 
 
 class PackedFiles(Files):
-    """Files of packed data.
-
-    Args:
-        pack: the data.
-        split: name of the split.
-        selection: indices of its samples, in order; None: all.
-    """
+    """The files of a ``split`` of packed data; ``selection``: indices of its samples, or all."""
 
     def __init__(self, pack: Pack, split: str, selection: Indices | None = None) -> None:
         self.pack, self.split, self.selection = pack, split, selection
@@ -220,9 +203,7 @@ class PackedFiles(Files):
 def open_split(directory: Path, split: str) -> Files | None:
     """Return the images below ``directory/split``, sorted by path; None if there is no such split.
 
-    Args:
-        directory: a folder with folders of images, or packed data.
-        split: name of the split, e.g. ``train2017``.
+    The ``directory`` may be packed.
 
     Raises:
         UsageError: packed data is damaged.

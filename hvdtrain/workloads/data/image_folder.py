@@ -56,17 +56,11 @@ class ImageOptions(Options):
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """The images of a split.
+    """The images of a split."""
 
-    Attributes:
-        files: the files, sorted by class and name.
-        labels: indices in ``classes``, int64, shape (len(files),).
-        classes: names of the classes, sorted.
-    """
-
-    files: Files
-    labels: NDArray[np.int64]
-    classes: list[str]
+    files: Files  # sorted by class and name
+    labels: NDArray[np.int64]  # indices in ``classes``, shape (len(files),)
+    classes: list[str]  # names, sorted
 
     @property
     def digest(self) -> str:

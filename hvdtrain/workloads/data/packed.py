@@ -34,7 +34,6 @@ WORK = ".pack"  # folder of the state of an unfinished packing
 VERSION = 1
 IMAGES, COCO, MNIST = "image folder", "COCO", "MNIST"
 OPEN = 64  # number of shards that a process keeps open
-CHUNK = 2**23  # bytes per read of a whole shard
 TYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
 
 
@@ -56,21 +55,13 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The samples of a part of the dataset, e.g. ``train``, in order.
+    """The samples of a part of the dataset, e.g. ``train``, in order."""
 
-    Attributes:
-        shard: index of the shard of each sample, int32.
-        offset: offset in the shard, int64.
-        size: size in bytes, int64.
-        names: paths below the folder of the split, uint8, each followed by a zero byte.
-        labels: int32; empty if the files have no classes.
-    """
-
-    shard: NDArray[np.int32]
-    offset: NDArray[np.int64]
-    size: NDArray[np.int64]
-    names: NDArray[np.uint8]
-    labels: NDArray[np.int32]
+    shard: NDArray[np.int32]  # index of the shard of each sample
+    offset: NDArray[np.int64]  # in the shard
+    size: NDArray[np.int64]  # in bytes
+    names: NDArray[np.uint8]  # paths below the folder of the split, each followed by a zero byte
+    labels: NDArray[np.int32]  # empty if the files have no classes
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -81,26 +72,16 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Contents:
-    """The contents of packed data.
+class PackIndex:
+    """The contents of packed data."""
 
-    Attributes:
-        kind: ``IMAGES``, ``COCO`` or ``MNIST``.
-        shards: all shards.
-        splits: splits by name.
-        files: files other than samples, e.g. annotations, by path.
-        classes: names of the classes, by label.
-        resize: maximum length of the shorter side of an image, in pixels; 0: not resized.
-        source: digest of the source data and the options of the packing.
-    """
-
-    kind: str
+    kind: str  # ``IMAGES``, ``COCO`` or ``MNIST``
     shards: list[Shard]
     splits: Mapping[str, Split]
-    files: Mapping[str, Member]
-    classes: list[str]
-    resize: int
-    source: str
+    files: Mapping[str, Member]  # files other than samples, e.g. annotations, by path
+    classes: list[str]  # names, by label
+    resize: int  # maximum pixels of the shorter side of an image; 0: not resized
+    source: str  # digest of the source data and the options of the packing
 
     def save(self, folder: Path) -> None:
         """Write the index of ``folder``, which completes the packed data.
@@ -232,7 +213,7 @@ def _damaged(path: Path, reason: object) -> UsageError:
     )
 
 
-def _load(folder: Path) -> tuple[Contents, tuple[str, dict[str, NDArray[Any]]]]:
+def _load(folder: Path) -> tuple[PackIndex, tuple[str, dict[str, NDArray[Any]]]]:
     """Read an index; return its contents, the stored digest of its arrays, and the arrays.
 
     Raises:
@@ -265,14 +246,14 @@ def _load(folder: Path) -> tuple[Contents, tuple[str, dict[str, NDArray[Any]]]]:
         splits = {name: Split(*(arrays[f"{name}.{field}"] for field in fields)) for name in names}
         values["shards"] = [Shard(*shard) for shard in values["shards"]]
         values["files"] = {name: Member(*member) for name, member in values["files"].items()}
-        contents = Contents(**values, splits=splits)
+        contents = PackIndex(**values, splits=splits)
         _check_bounds(contents)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     return contents, (digest, arrays)
 
 
-def _check_bounds(contents: Contents) -> None:
+def _check_bounds(contents: PackIndex) -> None:
     """Check that all samples and files are within the shards.
 
     Raises:
@@ -307,16 +288,6 @@ def key(number: int) -> str:
 def suffix(path: str) -> str:
     """Return the suffix of a sample's image: that of its file."""
     return PurePath(path).suffix
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def wrong_kind(folder: Path, kind: str, wanted: str) -> UsageError:

@@ -56,27 +56,18 @@ class RandomAffine:
     weight of a stroke vary more between them than within the training images. Source: Simard et
     al., "Best Practices for Convolutional Neural Networks Applied to Visual Document Analysis"
     (2003). Each change is drawn uniformly from [-maximum, maximum].
-
-    Attributes:
-        rotation: rotation, in radians.
-        shear: horizontal shear, as a fraction of the height.
-        scale: scaling of width and height, independently, as a fraction.
-        shift: horizontal and vertical shift, in pixels.
     """
 
-    rotation: float
-    shear: float
-    scale: float
-    shift: float
+    rotation: float  # radians
+    shear: float  # horizontal, as a fraction of the height
+    scale: float  # of width and height, independently, as a fraction
+    shift: float  # horizontal and vertical, in pixels
 
     def __call__(self, images: U8, samples: Indices, *, seed: int, epoch: int) -> U8:
         """Return ``images[samples]``, augmented: uint8 of shape (len(samples), height, width).
 
-        Args:
-            images: all images, uint8 of shape (n, height, width); pixels outside are 0.
-            samples: indices of the images; each result is independent of the others.
-            seed: seed of the training.
-            epoch: number of the epoch.
+        The shape of ``images`` is (n, height, width); pixels outside are 0. Each result is
+        independent of the others.
         """
         key = seed_of(seed, epoch, 1)  # differs from that of the epoch's order
         drawn = np.random.Generator(np.random.Philox(key=key)).random((len(images), 6))
@@ -133,19 +124,13 @@ AUGMENTATION = RandomAffine(rotation=0.25, shear=0.3, scale=0.15, shift=3.0)  # 
 
 @dataclass(frozen=True)
 class Samples:
-    """Images uint8 of shape (n, 28, 28) and labels int64 of shape (n,).
+    """Images with labels."""
 
-    Attributes:
-        augmentation: augmentation of the images in each epoch of a training; None: none.
-        mean: mean of the training pixels, as a fraction.
-        deviation: standard deviation of the training pixels, as a fraction.
-    """
-
-    images: U8
-    labels: NDArray[np.int64]
-    augmentation: RandomAffine | None = None
-    mean: float = MEAN
-    deviation: float = DEVIATION
+    images: U8  # shape (n, 28, 28)
+    labels: NDArray[np.int64]  # shape (n,)
+    augmentation: RandomAffine | None = None  # of the images in each epoch of a training
+    mean: float = MEAN  # of the training pixels, as a fraction
+    deviation: float = DEVIATION  # standard deviation, likewise
 
     @property
     def scale(self) -> tuple[float, float]:

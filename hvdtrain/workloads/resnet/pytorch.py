@@ -15,7 +15,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.tasks.dataset import Dataset
 from hvdtrain.tasks.training_step_pytorch import TorchTask
 from hvdtrain.workloads.data.image_folder import ImageOptions
-from hvdtrain.workloads.data.torch_loader import Synthetic, decoded
+from hvdtrain.workloads.data.torch_images import Synthetic, decoded
 from hvdtrain.workloads.resnet.task import DEVIATION, MEAN, RESIZE
 
 

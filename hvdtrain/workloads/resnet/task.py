@@ -35,8 +35,7 @@ examples:
 MEAN = (0.485, 0.456, 0.406)
 DEVIATION = (0.229, 0.224, 0.225)
 RESIZE = 256 / 224  # the shorter side before the centre crop of an evaluation, times the crop
-SYNTHETIC_STEPS = 100
-LOADERS = {"pytorch": "torch_loader", "tensorflow": "tf_pipeline"}
+LOADERS = {"pytorch": "torch_images", "tensorflow": "tf_images"}
 
 
 def recipe(_: ImageOptions) -> Recipe:
@@ -94,9 +93,6 @@ WORKLOAD = Workload(
     recipe=recipe,
     build=build,
     options=ImageOptions,
-    short_steps=lambda model: False,
     prefers_bf16=lambda model: True,
-    default_steps=lambda options: (
-        SYNTHETIC_STEPS if options.data is None and options.epochs is None else None
-    ),
+    random_without_data=True,
 )

@@ -12,7 +12,7 @@ from keras import initializers, layers
 from hvdtrain.tasks.dataset import Dataset
 from hvdtrain.tasks.training_step_tensorflow import TFTask, weight_dtype
 from hvdtrain.workloads.data.image_folder import ImageOptions
-from hvdtrain.workloads.data.tf_pipeline import Synthetic
+from hvdtrain.workloads.data.tf_images import Synthetic
 from hvdtrain.workloads.resnet.task import DEVIATION, MEAN, RESIZE
 
 
@@ -191,11 +191,7 @@ class _Builder:
 def network(model: str, classes: int, image_size: int, dtype: str = "float32") -> keras.Model:
     """Return the ResNet called ``model``, for images of shape (n, image_size, image_size, 3).
 
-    Args:
-        model: one of ``STAGES``.
-        classes: outputs.
-        image_size: side of an image, in pixels.
-        dtype: of weights and computation.
+    The names are those of ``STAGES``; ``dtype`` is that of weights and computation.
     """
     blocks, bottleneck = STAGES[model]
     build = _Builder(dtype)

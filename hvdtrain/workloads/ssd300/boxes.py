@@ -104,10 +104,7 @@ class MultiboxLoss:
 
     Both are sums over its matched default boxes, and the classification also over the worst
     background boxes, three per matched one, divided by the number of matched ones; 0 if there are
-    none.
-
-    Args:
-        defaults: see ``default_boxes``.
+    none. ``defaults`` are the ``default_boxes``.
     """
 
     def __init__(self, defaults: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from hvdtrain.steps.sharding import seed_of
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.workloads.data.coco import Annotation, Coco
 from hvdtrain.workloads.data.files import FolderFiles, Names
-from hvdtrain.workloads.data.torch_loader import decoded, opened
+from hvdtrain.workloads.data.torch_images import decoded, opened
 from hvdtrain.workloads.resnet.pytorch import torchvision
 from hvdtrain.workloads.ssd300.boxes import SIDE, iou
 
@@ -32,12 +32,10 @@ OVERLAPS = (None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9)  # minimum IoU of a crop and a b
 TRIES = 50
 
 
-class Reader:
+class BoxReader:
     """Reads images and boxes for ``ReadAhead``; pixels uint8, shape (n, 3, 300, 300).
 
-    Args:
-        coco: the data.
-        seed: seed of the augmentation.
+    The augmentation is a function of ``seed``, epoch and sample.
     """
 
     def __init__(self, coco: Coco, seed: int) -> None:
@@ -105,14 +103,11 @@ def _resized(image: Image.Image, crop: Sequence[float]) -> Image.Image:
 
 
 def draw_crop(boxes: Boxes) -> tuple[float, float, float, float]:
-    """Draw a part of an image by torch's generator (section 2.2 of the paper).
+    """Draw a part of an image with ``boxes`` by torch's generator (section 2.2 of the paper).
 
-    Args:
-        boxes: boxes of the image, corners as fractions, shape (k, 4).
-
-    Returns:
-        Corners as fractions: of the whole image, or of a part with 0.3 to 1 of each side and an
-        aspect ratio from 1/2 to 2, which contains the centre of a box with sufficient overlap.
+    Boxes, shape (k, 4), and result are corners as fractions: of the whole image, or of a part with
+    0.3 to 1 of each side and an aspect ratio from 1/2 to 2, which contains the centre of a box with
+    sufficient overlap.
     """
     while True:
         least = OVERLAPS[int(torch.randint(len(OVERLAPS), ()))]
@@ -149,7 +144,7 @@ MOST = 3  # in an image
 DRAWN = 96, 24  # images to train and to evaluate on
 
 
-class Drawn(Reader):
+class Drawn(BoxReader):
     """Draws its images, each a function of the seed and its id."""
 
     @override

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,10 +34,8 @@ DETECTED, TRUE = "#d55e00", "#009e73"
 class MeanAveragePrecision(Metric):
     """COCO's average precision over IoU 0.5 to 0.95, at 0.5, and of each category at 0.5.
 
-    Args:
-        coco: the data to evaluate on.
-        pictures: folder for pictures of the first images with detections; None: no pictures.
-        reader: reader that opens the images.
+    If a folder for ``pictures`` is specified, the first images are drawn there with detections;
+    ``reader`` opens them.
     """
 
     names = ("map", "map50")
@@ -89,16 +88,10 @@ class MeanAveragePrecision(Metric):
 
 
 def detections(coco: Coco, defaults: torch.Tensor, index: int, output: Array) -> Array:
-    """Return the detections in an image.
+    """Return the detections in the image at ``index``, float64, shape (n, 7): see ``FIELDS``.
 
-    Args:
-        coco: the data.
-        defaults: see ``default_boxes``.
-        index: index of the image.
-        output: output of the network for it, shape (8732, 4 + classes).
-
-    Returns:
-        float64, shape (n, 7): see ``FIELDS``; in pixels of the image as it is stored.
+    They are in pixels of the image as it is stored. ``defaults`` are the ``default_boxes``, and
+    ``output`` is that of the network for the image, shape (8732, 4 + classes).
     """
     boxes, labels, scores = (
         tensor.numpy() for tensor in detect(torch.from_numpy(output), defaults)
@@ -111,14 +104,10 @@ def detections(coco: Coco, defaults: torch.Tensor, index: int, output: Array) ->
 
 
 def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
-    """Return the average precisions of detections, computed by pycocotools.
+    """Return the average precisions of all detections, shape (n, 7), computed by pycocotools.
 
-    Args:
-        coco: the data; crowds are ignored.
-        detected: all detections, shape (n, 7): see ``FIELDS``.
-
-    Returns:
-        ``map``, ``map50``, and ``ap50/NAME`` of each category with true boxes.
+    These are ``map``, ``map50``, and ``ap50/NAME`` of each category with true boxes; crowds are
+    ignored.
 
     Raises:
         UsageError: pycocotools is not installed.
@@ -132,7 +121,7 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
             "categories": [{"id": category} for category in coco.categories],
             # An annotation of id 0 would count as none (pycocotools 2.0.11).
             "annotations": [
-                {**vars(entry), "bbox": list(entry.bbox), "id": number}
+                {**msgspec.structs.asdict(entry), "bbox": list(entry.bbox), "id": number}
                 for number, entry in enumerate(coco.annotations, 1)
             ],
         }

@@ -19,10 +19,10 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.files import is_regular
 from hvdtrain.tasks.training_step_pytorch import TorchTask
 from hvdtrain.workloads.data.coco import Coco
-from hvdtrain.workloads.data.torch_loader import ReadAhead
+from hvdtrain.workloads.data.torch_images import ReadAhead
 from hvdtrain.workloads.resnet.pytorch import BatchNorm2d, normalization, torchvision
 from hvdtrain.workloads.ssd300.boxes import RATIOS, MultiboxLoss, default_boxes
-from hvdtrain.workloads.ssd300.data import Drawn, Reader
+from hvdtrain.workloads.ssd300.data import BoxReader, Drawn
 from hvdtrain.workloads.ssd300.metric import MeanAveragePrecision, columns, pycocotools
 from hvdtrain.workloads.ssd300.task import DetectorOptions
 
@@ -33,11 +33,9 @@ LARGE = (1024, 512, 512, 256, 256, 256)  # channels of the feature maps
 
 
 class SSD300(nn.Module):
-    """The network, for images of shape (n, 3, 300, 300).
+    """The network, for images of shape (n, 3, 300, 300), by the ResNet ``model``.
 
-    Args:
-        model: the ResNet.
-        classes: categories; background is one more.
+    Background is a class in addition to ``classes``.
     """
 
     def __init__(self, model: str, classes: int) -> None:
@@ -137,7 +135,7 @@ def task(options: DetectorOptions, train: Coco, test: Coco | None) -> TorchTask:
     model = SSD300(options.model, len(train.categories))
     if options.backbone_path:
         load_backbone(model, options.backbone_path)
-    reader = Reader if options.data else Drawn
+    reader = BoxReader if options.data else Drawn
     evaluated = test or train
     for_test = reader(evaluated, options.seed)
     return TorchTask(

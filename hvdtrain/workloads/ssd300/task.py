@@ -65,7 +65,6 @@ examples:
   mpirun -n 8 python -m hvdtrain.ssd300 --data ~/coco --batch-size 32 --checkpoint-dir checkpoints
   mpirun -n 8 python -m hvdtrain.ssd300 --data ~/coco --mode evaluation --checkpoint-dir checkpoints
 """
-STEPS = 100  # on drawn images
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,5 @@ WORKLOAD = Workload(
     build=build,
     options=DetectorOptions,
     prefers_bf16=lambda model: True,
-    default_steps=lambda options: (
-        STEPS if options.data is None and options.epochs is None else None
-    ),
+    random_without_data=True,
 )

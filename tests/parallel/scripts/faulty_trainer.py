@@ -20,7 +20,7 @@ from hvdtrain.steps.sharding import Part, permutation
 from hvdtrain.system.runtime import waits
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.tasks.dataset import Batch
-from hvdtrain.training.loop import Run
+from hvdtrain.training.loop import TrainingLoop
 
 FRAMEWORK = "tensorflow" if "--framework=tensorflow" in sys.argv else "pytorch"
 SAMPLES = 1500  # of the embedded digits
@@ -132,9 +132,9 @@ def hang() -> None:
 
 def crash(how: str) -> None:
     """End rank 1 after step 3, in one of several ways."""
-    update = Run._update
+    update = TrainingLoop._update
 
-    def crashing(run: Run, *arguments: Any) -> None:
+    def crashing(run: TrainingLoop, *arguments: Any) -> None:
         update(run, *arguments)
         if run.now.step != 3 or RANK != 1:
             return
@@ -147,7 +147,7 @@ def crash(how: str) -> None:
             sys.exit(3)
         raise MemoryError("no memory left")
 
-    Run._update = crashing  # type: ignore[method-assign]
+    TrainingLoop._update = crashing  # type: ignore[method-assign]
 
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
@@ -167,19 +167,19 @@ def waits_for_no_tensor() -> None:
             assert not name.startswith(WAITS), f"a step asks for a number by {name}"
             return func(*args, **(kwargs or {}))
 
-    step, begin = Run._update, Run.__init__
+    step, begin = TrainingLoop._update, TrainingLoop.__init__
 
-    def seldom(run: Run, *arguments: Any) -> None:
+    def seldom(run: TrainingLoop, *arguments: Any) -> None:
         begin(run, *arguments)
         run.log_every = 1000  # log no step
 
-    def watched(run: Run, *arguments: Any) -> None:
+    def watched(run: TrainingLoop, *arguments: Any) -> None:
         if run.now.step == 0:
             return step(run, *arguments)
         with NothingIsAsked():
             return step(run, *arguments)
 
-    Run.__init__, Run._update = seldom, watched  # type: ignore[method-assign]
+    TrainingLoop.__init__, TrainingLoop._update = seldom, watched  # type: ignore[method-assign]
     as_on_a_gpu()
 
 

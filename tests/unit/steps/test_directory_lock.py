@@ -102,23 +102,17 @@ def test_an_owner_on_another_host_is_alive_while_it_touches_the_lock(tmp_path: P
     assert names(tmp_path) == []
 
 
-def test_an_owner_on_another_host_without_touches_is_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "SILENCE", 0.1)
-    elsewhere(tmp_path)
-    lock = DirectoryLock(tmp_path)
-    lock.take()
-    lock.release()
-
-
-@pytest.mark.parametrize("content", ["", "[" * 100_000, "{}", '{"pid": "x"}', "pipe", "nowhere"])
-def test_a_lock_without_an_owner_is_treated_as_of_another_host(
+@pytest.mark.parametrize(
+    "content", ["", "[" * 100_000, "{}", '{"pid": "x"}', "pipe", "nowhere", "host"]
+)
+def test_an_untouched_lock_of_another_or_no_owner_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     monkeypatch.setattr(module, "SILENCE", 0.1)
     if content == "pipe":
         os.mkfifo(tmp_path / NAME)
+    elif content == "host":
+        elsewhere(tmp_path)
     elif content == "nowhere":
         (tmp_path / NAME).symlink_to(tmp_path / "absent")
     else:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import SCHEDULES, LearningRate, scale_factor
-from hvdtrain.steps.sharding import Shards
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 1000])
@@ -28,12 +27,6 @@ def test_invalid_options_are_reported_with_the_valid_ones() -> None:
         LearningRate(0.1, schedule="step")
     with pytest.raises(UsageError, match="--lr-milestones"):
         LearningRate(0.1, schedule="multistep")
-
-
-def test_without_warm_up_it_starts_at_its_maximum() -> None:
-    for schedule in SCHEDULES:
-        rate = LearningRate(0.5, 4, epochs=10, schedule=schedule, milestones=(5,))
-        assert rate(0) == 0.5 * 4
 
 
 WARM_UP = {"epochs": 10, "warmup_epochs": 4}
@@ -59,28 +52,22 @@ def test_warm_up_on_one_rank_increases_from_zero() -> None:
     )
 
 
-def test_constant() -> None:
-    rate = LearningRate(0.1, 2, epochs=3)
-    assert {rate(position) for position in (0, 1.5, 3, 100)} == {0.2}
+# Share of the span after the warm-up, and height; cos of 0, 60, 90, 120 and 180 degrees.
+HEIGHTS = {
+    "constant": [(0, 1), (1 / 2, 1), (1, 1)],
+    "linear": [(0, 1), (1 / 10, 9 / 10), (1 / 2, 1 / 2), (9 / 10, 1 / 10), (1, 0)],
+    "cosine": [(0, 1), (1 / 3, 3 / 4), (1 / 2, 1 / 2), (2 / 3, 1 / 4), (1, 0)],
+}
 
 
+@pytest.mark.parametrize("schedule", HEIGHTS)
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_linear_decays_to_zero_at_the_last_epoch(warmup: int) -> None:
-    rate = LearningRate(0.1, 3, epochs=10, warmup_epochs=warmup, schedule="linear")
-    for tenth in range(11):
-        position = warmup + (10 - warmup) * tenth / 10
-        assert rate(position) == pytest.approx(0.3 * (10 - tenth) / 10, abs=1e-15)
-    assert rate(11) == 0  # never below
-
-
-@pytest.mark.parametrize("warmup", [0, 2])
-def test_cosine_at_thirds_and_halves(warmup: int) -> None:
-    rate = LearningRate(0.1, 3, epochs=8, warmup_epochs=warmup, schedule="cosine")
-    span = 8 - warmup
-    # cos of 0, 60, 90, 120 and 180 degrees
-    for share, height in ((0, 1), (1 / 3, 3 / 4), (1 / 2, 1 / 2), (2 / 3, 1 / 4), (1, 0)):
-        assert rate(warmup + share * span) == pytest.approx(0.3 * height, abs=1e-12)
-    assert rate(20) == pytest.approx(0, abs=1e-12)  # it does not increase again
+def test_decay_after_the_warm_up(schedule: str, warmup: int) -> None:
+    rate = LearningRate(0.1, 3, epochs=10, warmup_epochs=warmup, schedule=schedule)
+    for share, height in HEIGHTS[schedule]:
+        position = warmup + share * (10 - warmup)
+        assert rate(position) == pytest.approx(0.3 * height, abs=1e-12)
+    assert rate(25) == rate(10)  # never below 0, and no increase
 
 
 def test_multistep_decays_exactly_at_its_milestones() -> None:
@@ -141,21 +128,3 @@ def test_after_warm_up_world_sizes_differ_by_their_factor_only(
         for size in sizes
     )
     assert first * sizes[1] == pytest.approx(second * sizes[0])
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_same_sample_has_the_same_rate_at_any_batch_and_world_size(
-    shape: dict[str, Any],
-) -> None:
-    rate = LearningRate(0.1, scale_factor("none", 8), epochs=4, warmup_epochs=1, **shape)
-
-    def rates(batch: int, size: int) -> dict[float, float]:
-        shards = Shards(48, batch, rank=size - 1, size=size)
-        positions = [
-            epoch + part.start.consumed / 48 for epoch in range(4) for part in shards.epoch(epoch)
-        ]
-        return {position: rate(position) for position in positions}
-
-    fine, coarse = rates(4, 1), rates(16, 3)
-    assert len(fine) == 48 and len(coarse) == 12
-    assert coarse == {position: fine[position] for position in coarse}

@@ -148,15 +148,6 @@ def test_weighted_means_of_the_parts_are_the_mean_of_the_global_batch(
         assert weighted == Fraction(sum(values[i] for i in whole), len(whole))
 
 
-def test_a_rank_with_an_empty_part_still_performs_the_step() -> None:
-    # 10 samples in batches of 4: the last batch has 2 samples for 3 ranks.
-    *_, last = steps_of(10, 4, 0, 0, 3)
-    assert [part.count for part in last] == [1, 1, 0]
-    assert last[2].weight == 0
-    assert last[2].indices.shape == (0,)
-    assert last[2].end == Position(1, 0)
-
-
 def test_on_end_is_called_after_a_step_or_epoch_but_not_after_a_failure() -> None:
     ended: list[str] = []
     shards = Shards(7, 3, on_end=lambda: ended.append("end"))

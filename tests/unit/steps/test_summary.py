@@ -67,6 +67,7 @@ def test_what_is_not_finite_is_null() -> None:
         ({"world_size": "2"}, "world_size: expected `int | null`, got `str`"),
         ({"world_size": 2.5}, "world_size: expected `int | null`, got `float`"),
         ({"world_size": 2**70}, "world_size: expected `int` <= "),
+        ({"world_size": -(10**30)}, "world_size: expected `int` >= 0"),
         ({"train_loss": True}, "train_loss: expected `float | null`, got `bool`"),
         ({"train_loss": 10**400}, "train_loss: number out of range"),
         ({"eval_accuracy": [0.5] * 90}, "eval_accuracy: expected `float | null`, got `array`"),

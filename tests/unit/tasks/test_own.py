@@ -18,6 +18,7 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.tasks import own
 from hvdtrain.tasks.task import Workload
+from tests.conftest import error_of
 
 TASK = """
 def task(options):
@@ -118,10 +119,7 @@ def test_worker_processes_can_import_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load(tmp_path, text)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert words in error_of(load, tmp_path, text)
 
 
 @pytest.mark.parametrize(

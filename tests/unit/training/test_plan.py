@@ -39,14 +39,20 @@ WORKLOAD = Workload(
     models=("first", "second"),
     recipe=lambda options: RECIPE,
     build=lambda options: pytest.fail("a plan builds nothing"),
-    short_steps=lambda model: False,
-    prefers_bf16=lambda model: False,
-    default_steps=lambda options: 100 if options.seed == 9 else None,
+    random_without_data=True,
 )
 
 
-def plan(size: int = 4, **options: Any) -> TrainingPlan:
-    return make_plan(WORKLOAD, Options(**options), World(0, size, 0, size, "host", 1))
+def plan(
+    size: int = 4,
+    changes: dict[str, Any] | None = None,
+    data: Path | None = Path("data"),
+    **options: Any,
+) -> TrainingPlan:
+    """Return the plan for ``size`` ranks, by a recipe with ``changes``."""
+    recipe = replace(RECIPE, **(changes or {}))
+    workload = replace(WORKLOAD, recipe=lambda options: recipe)
+    return make_plan(workload, Options(data=data, **options), World(0, size, 0, size, "host", 1))
 
 
 @pytest.mark.parametrize(
@@ -117,27 +123,14 @@ def test_options_without_effect_are_reported(options: dict[str, Any], lines: lis
     assert all(line.startswith(start) for line, start in zip(shown, lines, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "lr", "scaling"),
-    [
-        ({}, 0.1 * 4, "none"),  # 4 ranks of 32
-        ({"lr": 0.2, "batch_size": 8}, 0.2, "none"),
-        ({"global_batch_size": 96}, 0.1 * 3, "none"),
-        ({"accumulate_steps": 2}, 0.1 * 8, "none"),
-        ({"lr_scaling": "none"}, 0.1, "none"),
-        ({"lr_scaling": "linear"}, 0.1, "linear"),
-    ],
-)
-def test_a_rate_in_proportion_to_the_global_batch(
-    options: dict[str, Any], lr: float, scaling: str
-) -> None:
-    recipe = replace(RECIPE, lr_batch=32)
-    workload = replace(WORKLOAD, recipe=lambda options: recipe)
-    training_plan = make_plan(workload, Options(**options), World(0, 4, 0, 4, "host", 1))
-    assert training_plan.lr == pytest.approx(lr)
-    assert training_plan.lr_scaling == scaling
-
-
+SCHEDULE = {
+    "epochs": 10,
+    "warmup_epochs": 2.0,
+    "schedule": "linear",
+    "milestones": (),
+    "decay": 0.1,
+}
+PER_BATCH = {"changes": {"lr_batch": 32}}
 PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"optimizer": "sgd"}, {"lr": 0.1}),
     ({"optimizer": "adam"}, {"lr": 0.002}),
@@ -145,9 +138,10 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"optimizer": "adam", "lr": 0.03}, {"lr": 0.03}),
     ({"benchmark": "training"}, {"num_steps": 100}),
     ({"benchmark": "training", "num_steps": 7}, {"num_steps": 7}),
-    ({"seed": 9}, {"num_steps": 100}),  # of which the workload has a default number
-    ({"seed": 9, "num_steps": 7}, {"num_steps": 7}),
-    ({"seed": 9, "num_steps": 0}, {"num_steps": 0}),  # a value, not a default
+    ({"data": None}, {"num_steps": 100}),
+    ({"data": None, "epochs": 3}, {"num_steps": None, "epochs": 3}),
+    ({"data": None, "num_steps": 7}, {"num_steps": 7}),
+    ({"data": None, "num_steps": 0}, {"num_steps": 0}),  # a value, not a default
     ({"lr": 0.0, "weight_decay": 0.0}, {"lr": 0.0, "weight_decay": 0.0}),
     ({"size": 1}, {"global_batch": 32}),
     ({"size": 3}, {"global_batch": 96}),
@@ -157,6 +151,31 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"reduction": "adasum"}, {"lr_scaling": "none"}),
     ({"reduction": "adasum", "lr_scaling": "sqrt"}, {"lr_scaling": "sqrt"}),
     ({"model": "second", "weight_decay": 0.01}, {"model": "second", "weight_decay": 0.01}),
+    ({"num_steps": 3}, {"num_steps": 3, "schedule": SCHEDULE}),
+    # A rate in proportion to the global batch: 4 ranks of 32.
+    (PER_BATCH, {"lr": 0.1 * 4, "lr_scaling": "none"}),
+    ({**PER_BATCH, "lr": 0.2, "batch_size": 8}, {"lr": 0.2, "lr_scaling": "none"}),
+    ({**PER_BATCH, "global_batch_size": 96}, {"lr": 0.1 * 3, "lr_scaling": "none"}),
+    ({**PER_BATCH, "accumulate_steps": 2}, {"lr": 0.1 * 8, "lr_scaling": "none"}),
+    ({**PER_BATCH, "lr_scaling": "none"}, {"lr": 0.1, "lr_scaling": "none"}),
+    ({**PER_BATCH, "lr_scaling": "linear"}, {"lr": 0.1, "lr_scaling": "linear"}),
+    (
+        {
+            "warmup_epochs": 0.0,
+            "lr_schedule": "multistep",
+            "lr_milestones": (3.0, 6.0),
+            "lr_decay": 0.5,
+        },
+        {
+            "schedule": {
+                "epochs": 10,
+                "warmup_epochs": 0.0,
+                "schedule": "multistep",
+                "milestones": (3.0, 6.0),
+                "decay": 0.5,
+            }
+        },
+    ),
 ]
 
 
@@ -167,14 +186,12 @@ def test_options_and_defaults(options: dict[str, Any], fields: dict[str, Any]) -
 
 
 def test_milestones_of_a_recipe_move_with_the_length() -> None:
-    recipe = replace(RECIPE, lr_milestones=(4.0, 8.0))
-    workload = replace(WORKLOAD, recipe=lambda options: recipe)
     for options, milestones in (
-        (Options(), (4, 8)),
-        (Options(epochs=5), (2, 4)),
-        (Options(epochs=5, lr_milestones=(1.0,)), (1,)),
+        ({}, (4, 8)),
+        ({"epochs": 5}, (2, 4)),
+        ({"epochs": 5, "lr_milestones": (1.0,)}, (1,)),
     ):
-        training_plan = make_plan(workload, options, World(0, 1, 0, 1, "host", 1))
+        training_plan = plan(changes={"lr_milestones": (4.0, 8.0)}, **options)
         assert training_plan.schedule["milestones"] == milestones
 
 
@@ -186,13 +203,7 @@ def test_defaults_are_the_recipe() -> None:
         num_steps=None,
         lr_scaling="linear",
         lr=0.1,
-        schedule={
-            "epochs": 10,
-            "warmup_epochs": 2.0,
-            "schedule": "linear",
-            "milestones": (),
-            "decay": 0.1,
-        },
+        schedule=SCHEDULE,
         weight_decay=1e-4,
     )
 
@@ -212,28 +223,6 @@ def test_a_workload_of_one_network_takes_any_name() -> None:
     custom = replace(WORKLOAD, models=())
     assert choose_model(custom, Options()) == "toy"
     assert choose_model(custom, Options(model="wide")) == "wide"
-
-
-def test_num_steps_does_not_change_the_schedule() -> None:
-    assert plan(num_steps=3).schedule == plan().schedule
-
-
-def test_a_specified_schedule_is_used() -> None:
-    names = {"warmup_epochs": 0.0, "lr_schedule": "multistep", "lr_milestones": (3.0, 6.0)}
-    assert plan(**names, lr_decay=0.5).schedule == {
-        "epochs": 10,
-        "warmup_epochs": 0.0,
-        "schedule": "multistep",
-        "milestones": (3.0, 6.0),
-        "decay": 0.5,
-    }
-
-
-def test_an_unknown_model_is_refused_with_the_valid_ones() -> None:
-    with pytest.raises(UsageError, match="--model third: choose one of first, second"):
-        choose_model(WORKLOAD, Options(model="third"))
-    with pytest.raises(UsageError, match="--model third"):
-        plan(model="third")
 
 
 def test_the_precision() -> None:

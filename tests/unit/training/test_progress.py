@@ -14,7 +14,7 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime import terminal
 from hvdtrain.training import progress
-from hvdtrain.training.progress import Progress, Silent
+from hvdtrain.training.progress import Progress
 from tests.terminal import screen
 
 STEP = {
@@ -35,11 +35,11 @@ EPOCH: dict[str, Any] = {
 }
 
 
-def play(show: Silent) -> None:
+def play(show: Progress) -> None:
     show.begin(["the headline"], 100, 0)
     show.step(STEP)
     show.epoch(EPOCH, "accuracy 98.76 %")
-    show.say("a remark")
+    show.message("a remark")
     show.end("the end", [("label", "value")])
 
 
@@ -82,10 +82,14 @@ def test_a_line_every_few_seconds_only(
 def test_quiet_and_other_ranks_say_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for show in (Progress(Options(quiet=True, metrics=tmp_path / "m.jsonl")), Silent()):
+    for show in (
+        Progress(Options(quiet=True, metrics=tmp_path / "m.jsonl")),
+        Progress(Options(metrics=tmp_path / "n.jsonl"), writes=False),
+    ):
         play(show)
         captured = capsys.readouterr()
         assert (captured.out, captured.err) == ("", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
 
 
@@ -114,7 +118,7 @@ def test_a_metrics_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str], text: str) -> None:
     show = Progress(Options())
     show.begin([text], 1, 0)
-    show.say(text)
+    show.message(text)
     show.end("the end", [("checkpoint", text)])
     out = capsys.readouterr().out
     assert out.splitlines()[:2] == [text, text]
@@ -126,7 +130,7 @@ def test_a_long_line_and_a_long_cell_are_not_cut_in_a_file(
 ) -> None:
     long = "/scratch/" + "a-long-name/" * 15 + "step-000000042"
     show = Progress(Options())
-    show.say(long + " " + long)
+    show.message(long + " " + long)
     show.end("the end", [("checkpoint", long)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == long + " " + long

@@ -14,7 +14,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.training.staging import Copy
 from hvdtrain.workloads.data.image_folder import load
 from hvdtrain.workloads.data.packed import INDEX
-from tests.conftest import unmeasured
+from tests.conftest import error_of, flipped, unmeasured
 
 
 @pytest.fixture
@@ -38,11 +38,9 @@ def staged(data: Path, directory: Path) -> Copy:
 
 
 def refusal(data: Path, directory: Path) -> str:
-    with pytest.raises(HvdtrainError) as caught:
-        staged(data, directory)
-    assert "\n" not in str(caught.value)
+    message = error_of(staged, data, directory, kind=HvdtrainError)
     assert not list(directory.glob(f"*/{INDEX}"))
-    return str(caught.value)
+    return message
 
 
 def test_it_is_the_data_and_made_once(data: Path, tmp_path: Path) -> None:
@@ -68,9 +66,7 @@ def test_other_data_of_the_same_name_go_elsewhere(data: Path, tmp_path: Path) ->
 def test_only_damaged_shards_are_copied_again(data: Path, tmp_path: Path) -> None:
     first = staged(data, tmp_path / "disk")
     shards = sorted(first.folder.glob("*.tar"))
-    content = bytearray(shards[0].read_bytes())
-    content[3000] ^= 1
-    shards[0].write_bytes(content)
+    shards[0].write_bytes(flipped(shards[0].read_bytes(), 3000))
     shards[1].unlink()
     shards[2].write_bytes(b"")
     again = staged(data, tmp_path / "disk")
@@ -125,8 +121,7 @@ def test_obstacles_are_reported(
         patch.setattr("shutil.disk_usage", lambda _: type("Free", (), {"free": 5000})())
         assert "4.9 KiB are free: " in refusal(data, tmp_path / "full")
     shard = data / "val-000001.tar"
-    content = bytearray(shard.read_bytes())
-    content[2000] ^= 1
+    content = flipped(shard.read_bytes(), 2000)
     shard.write_bytes(content)
     assert f"{shard} is damaged (its SHA-256" in refusal(data, tmp_path / "disk")
     shard.write_bytes(content[:512])

@@ -13,11 +13,12 @@ import pytest
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.summary import Bubble, Stopped, Summary
 from hvdtrain.system.machine.gpus import GpuMeter
-from hvdtrain.training.summary import evaluated, evaluation_rows, rows, used
+from hvdtrain.training.summary import evaluation_rows, rows, with_evaluation, with_usage
 from hvdtrain.training.throughput import Clock
 from tests.unit.conftest import OnRanks
 
 SUMMARY = Summary(
+    unit="images",
     samples_trained=12_345,
     steps_completed=1_200,
     epochs_completed=6,
@@ -56,7 +57,7 @@ def test_the_table() -> None:
 
 
 def test_the_table_of_other_samples_and_metrics() -> None:
-    table = dict(rows(SUMMARY, RATES, {"r2": "0.4512", "map": "0.2000"}, "patients"))
+    table = dict(rows(replace(SUMMARY, unit="patients"), RATES, {"r2": "0.4512", "map": "0.2000"}))
     assert (table["test r2"], table["test map"]) == ("0.4512 of 10,000", "0.2000 of 10,000")
     assert table["trained"].startswith("12,345 patients in")
     assert "patients/s" in table and "test accuracy" not in table
@@ -76,8 +77,9 @@ def test_the_table_without_evaluation_and_without_a_step() -> None:
 
 
 def test_the_table_of_a_run_that_trained_nothing() -> None:
-    fields = Summary(**evaluated({"loss": 0.5, "accuracy": 0.75, "samples": 8}), seconds_total=2.04)
-    table = evaluation_rows(replace(fields, checkpoint="c"), {"accuracy": "75.00 %"}, Path("p.csv"))
+    metrics = {"loss": 0.5, "accuracy": 0.75, "samples": 8}
+    summary = with_evaluation(Summary(seconds_total=2.04, checkpoint="c"), metrics)
+    table = evaluation_rows(summary, {"accuracy": "75.00 %"}, Path("p.csv"))
     assert table == [
         ("checkpoint", "c"),
         ("test loss", "0.5000"),
@@ -102,21 +104,21 @@ def test_the_largest_memory_and_the_mean_utilisation(on_ranks: OnRanks, size: in
         # Ten steps, of which two are dropped: rank r is busy (r + 1) / 4 of its two threads.
         busy = 0.5 * (communicator.rank + 1)
         clock = Clock(seconds=[9.0] * 2 + [1.0] * 8, processor=[0.0] * 2 + [busy] * 8)
-        return used(Ranked(communicator, threads=2), clock)  # type: ignore[arg-type]
+        return with_usage(SUMMARY, Ranked(communicator, threads=2), clock)  # type: ignore[arg-type]
 
-    for fields in on_ranks(size, action):
-        assert fields["peak_memory_bytes"] == 1000 + size - 1
-        assert fields["utilisation_mean"] == pytest.approx((size + 1) / 8)
-        assert fields["utilisation_lowest"] == 0.25
+    for summary in on_ranks(size, action):
+        assert summary.peak_memory_bytes == 1000 + size - 1
+        assert summary.utilisation_mean == pytest.approx((size + 1) / 8)
+        assert summary.utilisation_lowest == 0.25
 
 
 def test_unknown_values_are_none(on_ranks: OnRanks) -> None:
     def on_a_gpu(communicator: Communicator) -> Any:
         clock = Clock(seconds=[1.0], processor=[1.0])
-        return used(Ranked(communicator, threads=0), clock)  # type: ignore[arg-type]
+        return with_usage(SUMMARY, Ranked(communicator, threads=0), clock)  # type: ignore[arg-type]
 
-    for fields in on_ranks(2, on_a_gpu):
-        assert (fields["utilisation_mean"], fields["utilisation_lowest"]) == (None, None)
+    for summary in on_ranks(2, on_a_gpu):
+        assert (summary.utilisation_mean, summary.utilisation_lowest) == (None, None)
 
 
 class NvidiaLibrary:
@@ -154,15 +156,15 @@ def test_values_of_nvml_for_gpus(
         adapter.meter = GpuMeter(gpus[communicator.rank])
         adapter.meter.sample()
         clock = Clock(seconds=[1.0, 1.0], images=[8, 16])
-        return used(adapter, clock)  # type: ignore[arg-type]
+        return with_usage(SUMMARY, adapter, clock)  # type: ignore[arg-type]
 
-    for fields in on_ranks(2, on_a_gpu):
+    for summary in on_ranks(2, on_a_gpu):
         if gpus[1] == "part 1":  # one that is not known, and so is the whole
-            assert fields["joules_per_image"] is fields["utilisation_mean"] is None
+            assert summary.joules_per_image is summary.utilisation_mean is None
             continue
         number = len(set(gpus))  # ranks may share one, whose energy counts once
-        assert fields["joules_per_image"] == pytest.approx(number * 300 / 24)
-        assert fields["utilisation_lowest"] == (0.7 if number == 2 else 0.9)
+        assert summary.joules_per_image == pytest.approx(number * 300 / 24)
+        assert summary.utilisation_lowest == (0.7 if number == 2 else 0.9)
 
 
 def test_the_table_of_gpus() -> None:

@@ -115,11 +115,6 @@ def test_the_figures_of_any_course(steps: list[tuple[int, int]]) -> None:
     assert figures.step_seconds_median == statistics.median(seconds)
 
 
-def test_started_is_when_the_process_began() -> None:
-    assert Clock().started == pytest.approx(Clock().started)
-    assert Clock().figures().seconds_total > 0  # imports count too
-
-
 PARTS = ("data", "compute", "communication", "waiting")
 
 

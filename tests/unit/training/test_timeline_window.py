@@ -14,6 +14,7 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.training.timeline_window import TimelineWindow, prepare
 
+TIMELINE, CACHE = "HOROVOD_TIMELINE", "HOROVOD_CACHE_CAPACITY"
 FILE = Options(timeline=Path("t.json"))
 
 
@@ -21,18 +22,10 @@ FILE = Options(timeline=Path("t.json"))
     ("options", "environ", "result"),
     [
         (Options(), {}, {}),
-        (FILE, {}, {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_CACHE_CAPACITY": "0"}),
-        (
-            FILE,
-            {"HOROVOD_CACHE_CAPACITY": "9"},
-            {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_CACHE_CAPACITY": "9"},
-        ),
-        (
-            Options(),
-            {"HOROVOD_TIMELINE": "a.json"},
-            {"HOROVOD_TIMELINE": "a.json", "HOROVOD_CACHE_CAPACITY": "0"},
-        ),
-        (Options(), {"HOROVOD_TIMELINE": "DYNAMIC"}, {"HOROVOD_TIMELINE": "DYNAMIC"}),
+        (FILE, {}, {TIMELINE: "DYNAMIC", CACHE: "0"}),
+        (FILE, {CACHE: "9"}, {TIMELINE: "DYNAMIC", CACHE: "9"}),
+        (Options(), {TIMELINE: "a.json"}, {TIMELINE: "a.json", CACHE: "0"}),
+        (Options(), {TIMELINE: "DYNAMIC"}, {TIMELINE: "DYNAMIC"}),
     ],
 )
 def test_variables_for_horovod(

@@ -45,6 +45,19 @@ def test_the_recipe_of_mnist_is_what_it_was_and_that_of_the_embedded_digits_is_a
     assert recipe(MNIST).epochs > 6
 
 
+def test_the_recipe_of_ssd300_is_that_of_the_paper() -> None:
+    assert recipe(SSD300) == Recipe(
+        batch_size=64,
+        lr=LearningRates(sgd=2.6e-3, adam=1e-4, adamw=1e-4),
+        lr_batch=32,
+        epochs=65,
+        warmup_epochs=1.0,
+        lr_schedule="multistep",
+        lr_milestones=(43.0, 54.0),
+        weight_decay=5e-4,
+    )
+
+
 def test_rates_as_text() -> None:
     assert str(LearningRates(sgd=0.1, adam=0.002, adamw=0.003)) == (
         "0.1 for sgd, 0.002 for adam, 0.003 for adamw"

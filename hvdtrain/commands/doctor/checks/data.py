@@ -152,7 +152,7 @@ class _Probe:
     def __init__(self, images: ImageFolder) -> None:
         import torch
 
-        from hvdtrain.workloads.data.torch_loader import Images
+        from hvdtrain.workloads.data.torch_images import Images
 
         torch.set_num_threads(1)
         self.files = images.files
@@ -167,7 +167,7 @@ class _Probe:
 
     def measure(self, index: int) -> None:
         """Read one image from storage, then pass it through the loader."""
-        from hvdtrain.workloads.data.torch_loader import decoding_errors
+        from hvdtrain.workloads.data.torch_images import decoding_errors
 
         try:
             with decoding_errors(self.files.name(index)):

@@ -29,7 +29,7 @@ from hvdtrain.commands.data_fetch import fetch as fetching
 from hvdtrain.commands.data_fetch.catalogue import DATA_SETS, DataSet, Files, Remote, members
 from hvdtrain.commands.data_fetch.fetch import Fetch
 from hvdtrain.errors import HvdtrainError, UsageError
-from tests.conftest import SHARED
+from tests.conftest import SHARED, flipped
 
 NOISE = np.random.default_rng(0).bytes(100_000)
 NAMED = {data_set.name: data_set for data_set in DATA_SETS}
@@ -141,23 +141,26 @@ def files_below(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize(
+    ("ranges", "breaks_after", "firsts"),
+    [
+        (True, [30_000, 0, 0, 50_000], [0, 30_000, 30_000, 30_000, 80_000]),
+        (False, [60_000], [0, 60_000]),
+    ],
+)
 def test_an_interrupted_download_is_continued(
-    server: Server, one_file: Callable[[], Fetch], tmp_path: Path
+    ranges: bool,
+    breaks_after: list[int],
+    firsts: list[int],
+    server: Server,
+    one_file: Callable[[], Fetch],
+    tmp_path: Path,
 ) -> None:
-    server.breaks_after = [30_000, 0, 0, 50_000]
+    server.ranges, server.breaks_after = ranges, list(breaks_after)
     one_file().run()
     assert files_below(tmp_path) == {"a.gz": NOISE}
-    firsts = [0, 30_000, 30_000, 30_000, 80_000]
     assert server.requests == [("a.gz", first) for first in firsts]
     assert not one_file().missing()
-
-
-def test_a_server_without_ranges_is_supported(
-    server: Server, one_file: Callable[[], Fetch], tmp_path: Path
-) -> None:
-    server.ranges, server.breaks_after = False, [60_000]
-    one_file().run()
-    assert files_below(tmp_path) == {"a.gz": NOISE}
 
 
 LONGER = {"files": {"a.gz": NOISE + b"."}}
@@ -292,7 +295,7 @@ METHOD = ZIP.index(b"PK\1\2") + 10  # the compression method, in the directory
 @pytest.mark.parametrize("position", [len(ZIP) // 2, METHOD], ids=["content", "method"])
 def test_a_damaged_zip_is_downloaded_again(position: int, server: Server, tmp_path: Path) -> None:
     data_set = served(server, "coco", ("v.zip", ZIP, ("val2017",)))
-    server.files["v.zip"] = ZIP[:position] + bytes([ZIP[position] ^ 77]) + ZIP[position + 1 :]
+    server.files["v.zip"] = flipped(ZIP, position, 77)
     with pytest.raises(HvdtrainError, match="cannot be unpacked"):
         Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from PIL import Image
 from hvdtrain.errors import UsageError
 from hvdtrain.workloads.data.files import FolderFiles, Names
 from hvdtrain.workloads.data.image_folder import decoding_error, load, scan, without_broken
+from tests.conftest import error_of
 
 
 def picture(path: Path, mode: str = "RGB", side: int = 24) -> Path:
@@ -33,11 +35,7 @@ def broken(path: Path) -> str | None:
     return decoding_error(FolderFiles(path.parent, Names.of([path.name])), 0)
 
 
-def refusal(directory: Path) -> str:
-    with pytest.raises(UsageError) as caught:
-        load(directory)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refusal = functools.partial(error_of, load)
 
 
 def test_classes_are_folders_in_the_order_of_their_names(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import struct
 import tracemalloc
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
 from hvdtrain.workloads.mnist.data import find, load, read_idx
+from tests.conftest import error_of, flipped
 
 U8 = NDArray[np.uint8]
 NAMES = {
@@ -52,11 +54,7 @@ def write(directory: Path, form: str = "") -> Path:
     return directory
 
 
-def refusal(directory: Path) -> str:
-    with pytest.raises(UsageError) as caught:
-        load(directory)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refusal = functools.partial(error_of, load)
 
 
 @pytest.mark.parametrize("form", ["", "gz"])
@@ -161,9 +159,8 @@ def test_a_file_of_another_form_is_named(
 
 def test_a_flipped_byte_in_a_gzipped_file_is_noticed(tmp_path: Path) -> None:
     path = write(tmp_path, "gz") / f"{NAMES['train', 'images']}.gz"
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2] ^= 0xFF
-    path.write_bytes(whole)
+    whole = path.read_bytes()
+    path.write_bytes(flipped(whole, len(whole) // 2, 0xFF))
     assert str(path) in refusal(tmp_path)
 
 

@@ -36,15 +36,10 @@ MOST_AHEAD = 16  # maximum number of batches in /dev/shm per rank
 
 
 class Reader(Protocol):
-    """Reads the samples of a batch, in worker processes, to which it is sent by pickle.
+    """Reads the samples of a batch, in worker processes, to which it is sent by pickle."""
 
-    Attributes:
-        samples: number of samples.
-        digest: digest of the samples in order.
-    """
-
-    samples: int
-    digest: str
+    samples: int  # number of samples
+    digest: str  # of the samples in order
 
     def batch(self, indices: list[int], epoch: int | None) -> Batch:
         """Return these samples; with an epoch, augmented as a function of seed, epoch and sample.
@@ -171,13 +166,9 @@ def _whole(batch: Any) -> Any:
 
 
 class ReadAhead(Dataset):
-    """Samples read ahead by worker processes.
+    """Samples that worker processes read ahead by ``reader``; without workers, this process.
 
     The workers are started by a fork server: a fork of a process with MPI may hang.
-
-    Args:
-        reader: reader that the workers call.
-        options: options, for the number of workers (0 or None: read in this process), and device.
     """
 
     def __init__(self, reader: Reader, options: Options) -> None:
@@ -230,11 +221,8 @@ class ReadAhead(Dataset):
 class Folder(ReadAhead):
     """The images of a folder, or packed.
 
-    Args:
-        images: the images.
-        crop: function that converts an opened image, by ``decoded``, to a square in RGB of a given
-            side, in pixels; defined in a module, may use torch's generator in a training.
-        options: options, for image size and seed, and those of ``ReadAhead``.
+    The function ``crop`` converts an opened image, by ``decoded``, to a square in RGB of a side in
+    pixels; it is defined in a module, and may use torch's generator in a training.
     """
 
     def __init__(self, images: ImageFolder, crop: Crop, options: ImageOptions) -> None:

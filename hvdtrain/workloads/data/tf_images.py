@@ -28,10 +28,7 @@ AHEAD = 2  # number of prefetched batches
 class Folder(Dataset):
     """Images of a folder, or packed, decoded, cropped and batched by a tf.data pipeline.
 
-    Args:
-        images: the images.
-        crop: function (bytes of a file, seed, side) -> uint8, shape (side, side, 3); traced.
-        options: options, for image size, seed, and number of decoding threads.
+    ``crop`` is a traced function (bytes of a file, seed, side) -> uint8, shape (side, side, 3).
     """
 
     def __init__(
