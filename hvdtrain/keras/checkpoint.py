@@ -15,6 +15,7 @@ import keras
 import numpy as np
 from typing_extensions import override
 
+from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session

@@ -19,6 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption
 from hvdtrain.errors import EXIT_PREEMPTED, UsageError

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from hvdtrain.system.files import Output, check_writable
 from hvdtrain.system.output.tables import summary_table
 from hvdtrain.system.runtime import terminal
 from hvdtrain.training.plan import Session
+from hvdtrain.training.tensorboard import TensorBoard
 
 Figures = Mapping[str, Any]
 """Figures of a log interval or an epoch, by key of ``--metrics``."""

@@ -293,13 +293,6 @@ def test_boxes_are_cut_as_their_image_is() -> None:
     assert none.shape == (0, 4)
 
 
-def annotated(folder: Path, content: Any) -> coco.Coco:
-    """Write the annotations beside the images, as COCO has them, and read both."""
-    (folder / "annotations").mkdir()
-    (folder / "annotations" / "instances_train2017.json").write_text(json.dumps(content))
-    return coco.load(folder)[0]
-
-
 def written(folder: Path, images: list[tuple[Any, list[tuple[int, Box]]]]) -> coco.Coco:
     """Write images and their boxes (category id, left, top, width, height) as COCO has them."""
     (folder / "train2017").mkdir(parents=True)
@@ -450,7 +443,7 @@ def test_precision_is_that_of_pycocotools(seed: int, tmp_path: Path) -> None:
             for entry in results
         ]
     )
-    read = annotated(tmp_path, content)
+    read, _ = coco.load(folder)
     got = metric.precision(read, result)
     assert (got["map"], got["map50"]) == pytest.approx(expected, rel=1e-12)
     assert expected[1] > 0.1

@@ -17,7 +17,7 @@ import pytest
 
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import Allocation, lay_out
-from hvdtrain.commands.launch.launcher_choice import Mpi
+from hvdtrain.commands.launch.launcher_choice import MpiLauncher
 from hvdtrain.steps import checkpoint
 from tests.conftest import BIN, Outcome, on_demand, run
 from tests.parallel.conftest import Start, assert_gone, family, until

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.common_adapter import RankHooks
-from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter
+from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter, parameters_of
 from hvdtrain.adapters.pytorch.sums import TYPES, Compressed, Sums
 from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.errors import UsageError

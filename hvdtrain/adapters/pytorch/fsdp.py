@@ -23,7 +23,13 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners
-from hvdtrain.adapters.pytorch.adapter import TorchView, array_of, optimizer_tensors, tensor_of
+from hvdtrain.adapters.pytorch.adapter import (
+    TorchView,
+    array_of,
+    optimizer_tensors,
+    parameters_of,
+    tensor_of,
+)
 from hvdtrain.adapters.pytorch.ddp import weigh
 from hvdtrain.adapters.pytorch.sharded import (
     Piece,

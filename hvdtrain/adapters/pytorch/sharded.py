@@ -22,8 +22,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.adapter import TorchView, array_of, optimizer_tensors
-from hvdtrain.adapters.pytorch.ddp import DdpAdapter
+from hvdtrain.adapters.base import JsonValues
+from hvdtrain.adapters.pytorch.adapter import TorchView, array_of, optimizer_tensors, parameters_of
+from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums
 from hvdtrain.adapters.state_view import DIFFERENT, SEEN, StateView, separate_buffers
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints

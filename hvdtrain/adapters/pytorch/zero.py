@@ -16,7 +16,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners, buckets
-from hvdtrain.adapters.pytorch.adapter import tensor_of
+from hvdtrain.adapters.pytorch.adapter import parameters_of, tensor_of
 from hvdtrain.adapters.pytorch.ddp import Replica
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
 from hvdtrain.errors import UsageError

@@ -17,7 +17,7 @@ from typing_extensions import override
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.common_adapter import GradientSums, RankHooks
 from hvdtrain.adapters.tensorflow.adapter import TensorFlowAdapter
-from hvdtrain.adapters.tensorflow.distributed import Reduction, distribute
+from hvdtrain.adapters.tensorflow.distributed import GradientReduction, distribute
 from hvdtrain.config.comm_options import ADASUM, BUCKET_BYTES
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM, TracedCalls

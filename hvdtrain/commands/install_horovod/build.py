@@ -279,7 +279,7 @@ def prove(commands: Sequence[tuple[str, Command]], log_file: Path) -> dict[str, 
     return answers
 
 
-def _failure(framework: str, result: Result, answer: Mapping[str, object]) -> str:
+def _failure(framework: str, result: CommandResult, answer: Mapping[str, object]) -> str:
     """Return the message of a failed proof: its end, and the ranks' decisive line."""
     cause = dict(answer) or decisive_line(result.output.splitlines())
     end = f"exit code {result.exit_code}"

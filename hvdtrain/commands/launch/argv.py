@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdtrain.commands.launch.hosts import RankLayout
-from hvdtrain.commands.launch.launcher_choice import NAMES, OPEN_MPI, Mpi
+from hvdtrain.commands.launch.launcher_choice import NAMES, OPEN_MPI, MpiLauncher
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime.command import Command

@@ -100,7 +100,7 @@ def watch(
 
         def run_on(
             size: int, limit: int | None, path: Path, *, fresh: bool = False
-        ) -> tuple[list[Record], Result]:
+        ) -> tuple[list[Record], CommandResult]:
             """Run the script; return the records, by rank, and the result of the command."""
             path.mkdir(exist_ok=True)
             start = build(size, script, arguments, limit, path, bind=bind, fresh=fresh)
@@ -125,7 +125,7 @@ def watch(
     return ScriptResult(rows, ended, min(record.done for record in records))
 
 
-def _ends(records: Records, ranks: int, result: Result, timeout: float) -> list[str | None]:
+def _ends(records: Records, ranks: int, result: CommandResult, timeout: float) -> list[str | None]:
     """Return how the script ended on each rank."""
     missing = ranks - len(records)
     ended = [record.ended for record in records]

@@ -14,7 +14,7 @@ from hvdtrain.commands.doctor.checks import hosts, ranks
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.doctor.rank_report import RankReport, WorldReport
 from hvdtrain.commands.launch.hosts import Allocation, Host
-from hvdtrain.system.runtime.command import TIMED_OUT, Command, Result
+from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult
 from tests.unit.commands.doctor.doctor import PLENTY, assert_finding, by_check
 
 

@@ -14,12 +14,12 @@ from hvdtrain.commands.doctor.checks import loading, machine, mpi, software
 from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.install_horovod.toolchain import Cuda, Nccl, Toolchain
-from hvdtrain.commands.launch.launcher_choice import Mpi, find_mpi
+from hvdtrain.commands.launch.launcher_choice import MpiLauncher, find_mpi
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import TensorFlow, Torch
 from hvdtrain.system.machine.gpus import Driver, Gpu
 from hvdtrain.system.machine.limits import GIB
-from hvdtrain.system.runtime.command import Result
+from hvdtrain.system.runtime.command import CommandResult
 from tests.unit.commands.doctor.doctor import assert_finding, by_check
 
 OPEN = Loaded("", (("/env/lib/libmpi.so.40", "Open MPI 5.0.11"),))

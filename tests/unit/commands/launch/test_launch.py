@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import Allocation, Host, lay_out
-from hvdtrain.commands.launch.launcher_choice import Mpi
+from hvdtrain.commands.launch.launcher_choice import MpiLauncher
 from hvdtrain.commands.launch.prepare import Request, choose_threads, notes, prepare
 from hvdtrain.commands.launch.rank_output import (
     MARKS,

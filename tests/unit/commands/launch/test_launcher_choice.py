@@ -22,7 +22,7 @@ from hvdtrain.commands.launch.hosts import Allocation, Host, RankLayout, lay_out
 from hvdtrain.commands.launch.launcher_choice import (
     AGENT,
     NAMES,
-    Mpi,
+    MpiLauncher,
     agent_settings,
     classify,
     find_mpi,

@@ -166,7 +166,7 @@ def test_the_output_of_a_failed_run_is_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(engine, "run", lambda command, **_: Result(command, code, output))
+    monkeypatch.setattr(engine, "run", lambda command, **_: CommandResult(command, code, output))
     measure(Command(("mpirun",)), tmp_path / "runs" / "a-1", None, "a")
     assert (output in caplog.text) is shown
 
