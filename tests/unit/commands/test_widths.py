@@ -19,7 +19,7 @@ from hvdtrain.commands.collectives import lesson, report
 from hvdtrain.commands.compare.table import MethodResult
 from hvdtrain.commands.compare.table import report_text as comparison_text
 from hvdtrain.commands.doctor import diagnosis
-from hvdtrain.commands.doctor.checks.ranks import Times
+from hvdtrain.commands.doctor.checks.ranks import AllreduceTimes
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.install_horovod.plan import BuildPlan
 from hvdtrain.commands.install_horovod.verb import rows_of
@@ -29,7 +29,7 @@ from hvdtrain.commands.study.curves import TargetResult, read_target, target_tex
 from hvdtrain.commands.timeline import report as timeline
 from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.commands.verify import verb as verify
-from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, Row
+from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, StepRow
 from hvdtrain.steps.summary import StepSplit
 from hvdtrain.system.output.tables import summary_table, width
 from hvdtrain.training.summary import rows
@@ -62,13 +62,13 @@ def doctor(ranks: int) -> str:
     checks = (("torch", OK), ("current directory", WARNING), ("MPI agreement", ERROR))
     found = [Finding(name, state, LONG, f"do {LONG}" * (state != OK)) for name, state in checks]
     found.append(Finding("allreduce, torch.distributed, Gloo", ABSENT, LONG))
-    return diagnosis.report(found, None, Times(**allreduce(ranks)), test_data.FOUND).text
+    return diagnosis.report(found, None, AllreduceTimes(**allreduce(ranks)), test_data.FOUND).text
 
 
 def verified() -> str:
     states = (OK, FAILED, NOT_SEEN) * 3
     return verify.report(
-        [Row(step, states[step], f"step {step}: {LONG}", {"hosts": 2}) for step in range(1, 9)],
+        [StepRow(step, states[step], f"step {step}: {LONG}", {"hosts": 2}) for step in range(1, 9)],
         "pytorch",
         None,
         4,
@@ -77,7 +77,7 @@ def verified() -> str:
 
 def graded() -> str:
     return "\n".join(
-        grade.line(Row(step, state, LONG), LONG) for step, state in ((1, OK), (2, FAILED))
+        grade.line(StepRow(step, state, LONG), LONG) for step, state in ((1, OK), (2, FAILED))
     )
 
 

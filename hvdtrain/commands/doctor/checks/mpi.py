@@ -10,8 +10,9 @@ from pathlib import Path
 from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.checks.software import REBUILD
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
-from hvdtrain.commands.launch.launcher_choice import NAMES, REMEDY, MpiLauncher, find_mpi
+from hvdtrain.commands.install_horovod.plan import NAMES
 from hvdtrain.commands.launch.launcher_choice import OPEN_MPI as OPEN_MPIS
+from hvdtrain.commands.launch.launcher_choice import REMEDY, MpiLauncher, find_mpi
 from hvdtrain.errors import UsageError
 
 OPEN_MPI = "Open MPI"
