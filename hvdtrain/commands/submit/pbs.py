@@ -61,13 +61,13 @@ class Pbs(Dialect):
 
     name, suffix = "pbs", ".pbs"
     change = "qsub -v NAME=VALUE,NAME=VALUE SCRIPT"
-    nodes = '${SLURM_JOB_NUM_NODES:-$(sort -u "$PBS_NODEFILE" | wc -l)}'
+    nodes = '${SLURM_JOB_NUM_NODES:-$(sort -u "${PBS_NODEFILE:-/etc/hostname}" | wc -l)}'
 
     prologue = (
         "# PBS starts a job in the home directory.",
         'cd -- "${PBS_O_WORKDIR:-.}" || exit 2',
-        "# PBS sets the first to all its cores, and every rank would take that many; one of yours",
-        "# stays. The second makes a Slurm behind qsub -v start ranks without an environment.",
+        "# PBS sets OMP_NUM_THREADS to all cores of a chunk, for each rank; your own value stays.",
+        "# With Slurm's qsub -v, SLURM_EXPORT_ENV is NONE: ranks would get no environment.",
         '[ "$OMP_NUM_THREADS" != "$NCPUS" ] || unset OMP_NUM_THREADS',
         "unset SLURM_EXPORT_ENV",
     )

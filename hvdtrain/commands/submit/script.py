@@ -84,20 +84,20 @@ def _environment(job: Job, site: Site) -> Lines:
 def _end_of_job(job: Job) -> Lines:
     query = f"python -m hvdtrain.system.runtime.walltime {show_clock(job.seconds)}"
     return [
-        "# The trainers save before the job ends and leave with exit code 75. The batch system is",
-        "# asked when that is; where it does not answer, the time counts from now.",
+        "# The trainers save before the job ends, and exit with 75. Its end is queried from the batch",
+        "# system; if that fails, it is now plus the walltime.",
         f"HVDTRAIN_WALLTIME_ENDS=$({query})",
         "export HVDTRAIN_WALLTIME_ENDS",
-        "# TERM is for the ranks, which save. Without a trap this shell would end at once, and the",
-        "# job with it.",
-        "trap : TERM",
+        "# These signals are for the ranks, which save. Without a trap this shell would end at once,",
+        "# and the job with it.",
+        "trap : TERM INT USR1 USR2",
     ]
 
 
 def _exit_code(job: Job, file: str) -> Lines:
     number = f"${TASK}" if job.array else "${SLURM_JOB_ID:-${PBS_JOBID%%.*}}"
     return [
-        "# How this ends, for who follows it: PBS may forget a job at once. Empty: it was killed.",
+        "# The exit code, for --follow: PBS may forget a job at once. Empty: it was killed.",
         f'HVDTRAIN_EXIT=$(realpath -m -- {quote(file)})."{number}"',
         ': > "$HVDTRAIN_EXIT"',
         """trap 'echo "$?" > "$HVDTRAIN_EXIT"' EXIT""",

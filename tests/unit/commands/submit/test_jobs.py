@@ -136,9 +136,10 @@ def test_the_emulation_refuses_as_pbs_and_slurm_do(text: str, reason: str) -> No
 LAUNCH = """#!/bin/bash
 printf '%s\\0' "$PWD" "${OMP_NUM_THREADS-unset}" "$HVDTRAIN_WALLTIME_ENDS" "$#" "$@" >> launches
 """
-SAVES_ON_TERM = f"""#!{sys.executable}
+SAVES_ON_SIGNAL = f"""#!{sys.executable}
 import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(75)))
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: (time.sleep(0.5), sys.exit(75)))
 open("ready", "w").close()
 time.sleep(60)
 """
@@ -260,12 +261,13 @@ def test_another_environment_or_none(node: Node) -> None:
     assert len(launches(node)) == 1
 
 
-def test_term_to_every_process_lets_the_ranks_save(node: Node) -> None:
-    executable(node.submit / ".venv" / "bin" / "hvdtrain", SAVES_ON_TERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])  # of qdel, of qsig
+def test_a_signal_to_every_process_lets_the_ranks_save(number: signal.Signals, node: Node) -> None:
+    executable(node.submit / ".venv" / "bin" / "hvdtrain", SAVES_ON_SIGNAL)
     text = (JOBS / "mnist_1node.pbs").read_text()
     job = node.start(text, ("a",), read_script(text))
     until((node.submit / "ready").exists)
-    os.killpg(job.pid, signal.SIGTERM)
+    os.killpg(job.pid, number)
     out, err = job.communicate(timeout=60)
     assert (job.returncode, out, err) == (75, "", "")
 
