@@ -24,6 +24,7 @@ class HvdtrainError(Exception):
     """Error with a message for the user, and the exit code of the process."""
 
     exit_code = EXIT_FAILURE
+    agreed = False  # whether all ranks raise it together, so that only rank 0 prints it
 
 
 class UsageError(HvdtrainError):

@@ -17,7 +17,7 @@ from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.detect import is_elastic
-from hvdtrain.system.runtime.exit import is_agreed, process_status
+from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
@@ -108,7 +108,7 @@ class TrainingLoop:
         try:
             stopped = self._train()
         except TrainingError as error:
-            if is_agreed(error):
+            if error.agreed:
                 self._end(Stopped.DIVERGED)
             raise
         self._end(stopped)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -37,12 +37,8 @@ if sys.argv[1:]:
 class Stack:
     """An MPI and its environment."""
 
-    dialect: str
-    """Its name in ``hvdtrain.commands.launch.launcher_choice``."""
-    launcher: str
-    """Its name in ``hvdtrain.system.runtime.detect``."""
-    environ: dict[str, str] = field(default_factory=dict)
-    """Its environment variables."""
+    launcher: str  # its name in ``hvdtrain.system.runtime.detect``
+    environ: dict[str, str]  # its environment variables
 
     def launch(self, *words: str, code: int = 0) -> Outcome:
         """Run `hvdtrain launch` with it first on the PATH."""
@@ -84,7 +80,6 @@ def openmpi4(tmp_path_factory: pytest.TempPathFactory) -> Stack:
     libraries = [library.parent, root / "lib" / library.parent.name]
     libraries += [file.parent for file in library.parent.glob("libpsm*/*.so.1")]
     return Stack(
-        "openmpi4",
         "mpirun (Open MPI)",
         {
             "PATH": first(programs),
@@ -100,11 +95,8 @@ def openmpi4(tmp_path_factory: pytest.TempPathFactory) -> Stack:
 def hydra(mpich: Path) -> Stack:
     """MPICH from its wheel."""
     library = mpich / "lib" / "libmpi.so.12"
-    return Stack(
-        "mpich",
-        "mpiexec (Hydra)",
-        {"PATH": first(mpich / "bin"), "MPI4PY_LIBMPI": str(library)},
-    )
+    variables = {"PATH": first(mpich / "bin"), "MPI4PY_LIBMPI": str(library)}
+    return Stack("mpiexec (Hydra)", variables)
 
 
 @pytest.fixture(params=["openmpi4", "hydra"])

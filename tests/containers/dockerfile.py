@@ -1,7 +1,7 @@
 """Read a Dockerfile: its stages, and the instructions of each with their variables filled in.
 
-Of the language it knows what containers/Dockerfile uses (docs.docker.com/reference/dockerfile); of
-what it does not know it says so.
+It knows the part of the language that containers/Dockerfile uses (docs.docker.com/reference/
+dockerfile), and refuses the rest.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 KNOWN = ("ARG", "CMD", "COPY", "ENV", "RUN", "USER", "WORKDIR")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _STAGE = re.compile(r"(\S+)(?:\s+AS\s+(\S+))?", re.IGNORECASE)
+_FLAG = re.compile(r"\s*--(\w[\w-]*)=(\S+)\s+")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction as it stands in the file."""
+    """An instruction of the file."""
 
     line: int  # its first line
     word: str  # RUN, COPY, ...
@@ -29,7 +30,7 @@ class Instruction:
 
 @dataclass
 class Stage:
-    """What stands between one FROM and the next."""
+    """The instructions between a FROM and the next."""
 
     name: str
     base: str  # another stage, or an image
@@ -37,57 +38,54 @@ class Stage:
 
     def of(self, word: str) -> list[Instruction]:
         """Return the instructions of one kind."""
-        return [one for one in self.instructions if one.word == word]
+        return [instruction for instruction in self.instructions if instruction.word == word]
 
 
 def parse(text: str, arguments: Mapping[str, str] | None = None) -> dict[str, Stage]:
     """Return the stages of a Dockerfile by name, in their order.
 
-    Args:
-        text: of the file.
-        arguments: what `--build-arg` gives, for the ARG that stand before the first FROM.
+    ``arguments`` are those of `--build-arg`, for each ARG before the first FROM.
 
     Raises:
-        ValueError: an instruction is none of those that are known here; the line is named.
+        ValueError: an instruction is unknown here; the message has its line.
     """
     stages: dict[str, Stage] = {}
-    arguments, given = dict(arguments or {}), {}
-    for one in _instructions(text):
-        if one.word == "FROM":
-            match = _STAGE.fullmatch(fill_in(one.text, given))
+    values: dict[str, str] = {}
+    for instruction in _instructions(text):
+        location = f"line {instruction.line}: {instruction.shown}"
+        if instruction.word == "FROM":
+            match = _STAGE.fullmatch(fill_in(instruction.text, values))
             if not match:
-                raise ValueError(f"line {one.line}: not understood: {one.shown}")
-            base, name = match.groups()
-            stages[name or str(len(stages))] = Stage(name or str(len(stages)), base)
+                raise ValueError(f"{location}: must be FROM IMAGE AS NAME")
+            name = match[2] or str(len(stages))
+            stages[name] = Stage(name, match[1])
         elif not stages:
-            name, _, default = one.text.partition("=")
-            given[name] = arguments.get(name, default)
-        elif one.word in KNOWN and "<<" not in one.text:
-            list(stages.values())[-1].instructions.append(one)
+            name, _, default = instruction.text.partition("=")
+            values[name] = (arguments or {}).get(name, default)
+        elif instruction.word in KNOWN and "<<" not in instruction.text:
+            list(stages.values())[-1].instructions.append(instruction)
         else:
-            raise ValueError(f"line {one.line}: {one.word} is not known here: {one.shown}")
+            raise ValueError(f"{location}: {instruction.word} is unknown here")
     return stages
 
 
 def fill_in(text: str, variables: Mapping[str, str]) -> str:
-    """Return ``text`` with its `$NAME` and `${NAME}` replaced; one that is not set is empty."""
+    """Return ``text`` with its `$NAME` and `${NAME}` replaced; an unset variable is empty."""
     return _VARIABLE.sub(lambda match: variables.get(match[1] or match[2], ""), text)
 
 
-def pairs(one: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
+def pairs(instruction: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of an ENV or an ARG; an ARG without a value is none."""
-    words = [fill_in(word, variables) for word in shlex.split(one.text)]
+    words = [fill_in(word, variables) for word in shlex.split(instruction.text)]
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def needed(stages: Mapping[str, Stage], target: str) -> list[str]:
     """Return the stages that ``target`` is built from, in the order in which they are built."""
-    found: list[str] = []
     stage = stages[target]
-    for name in [stage.base, *(one.flags.get("from", "") for one in stage.of("COPY"))]:
-        if name in stages:
-            found += [one for one in needed(stages, name) if one not in found]
-    return [*found, target]
+    names = [stage.base, *(copy.flags.get("from", "") for copy in stage.of("COPY"))]
+    below = [each for name in names if name in stages for each in needed(stages, name)]
+    return list(dict.fromkeys([*below, target]))
 
 
 def _instructions(text: str) -> Iterator[Instruction]:
@@ -98,18 +96,14 @@ def _instructions(text: str) -> Iterator[Instruction]:
             continue  # between the lines of an instruction, too
         first = first if shown else number
         shown.append(line)
-        if not line.endswith("\\"):
-            yield _instruction(first, shown)
-            shown = []
+        if line.endswith("\\"):
+            continue
+        word, _, rest = "".join(part.removesuffix("\\") for part in shown).strip().partition(" ")
+        flags = {}
+        while match := _FLAG.match(rest):
+            flags[match[1]] = match[2]
+            rest = rest[match.end() :]
+        yield Instruction(first, word.upper(), flags, rest.strip(), "\n".join(shown))
+        shown = []
     if shown:
         raise ValueError(f"line {first}: the last line ends with a backslash")
-
-
-def _instruction(line: int, shown: list[str]) -> Instruction:
-    joined = "".join(one.removesuffix("\\") for one in shown)
-    word, _, rest = joined.strip().partition(" ")
-    flags = {}
-    while match := re.match(r"\s*--(\w[\w-]*)=(\S+)\s+", rest):
-        flags[match[1]] = match[2]
-        rest = rest[match.end() :]
-    return Instruction(line, word.upper(), flags, rest.strip(), "\n".join(shown))

@@ -25,6 +25,7 @@ from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 from horovod.runner.http.http_server import RendezvousServer
 from typing_extensions import override
 
+from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.prepare import Pool
 from hvdtrain.commands.launch.remote import Reachable
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
@@ -47,6 +48,11 @@ class Slot(SlotInfo):
     @override
     def to_response_string(self) -> str:
         return str(self.real.to_response_string() if self.real else "")
+
+
+def slot_names(hosts: Iterable[Host]) -> list[str]:
+    """Return the names of the slots of ``hosts``."""
+    return [f"{host.name}+{number}" for host in hosts for number in range(host.slots)]
 
 
 def host_of(slot: str) -> str:
@@ -91,8 +97,7 @@ class Discovery(HostDiscovery):
         finally:
             self.queried.set()
         self.hosts += [host.name for host in hosts if host.name not in self.hosts]
-        available = [host for host in hosts if host.name in answering]
-        return {f"{host.name}+{number}": 1 for host in available for number in range(host.slots)}
+        return dict.fromkeys(slot_names(host for host in hosts if host.name in answering), 1)
 
 
 class PoolDriver(ElasticDriver):

@@ -17,17 +17,17 @@ from horovod.runner.util.network import get_driver_ip
 from hvdtrain.commands.launch import host_process
 from hvdtrain.commands.launch.elastic_driver import (
     POLL,
-    Discovery,
     PoolDriver,
     Slot,
     assign_ranks,
     choose_slots,
     host_of,
     make_handler,
+    slot_names,
 )
 from hvdtrain.commands.launch.host_process import INTERFACE, PATIENCE, RESTART, STOP, release
 from hvdtrain.commands.launch.prepare import HERE, Pool
-from hvdtrain.commands.launch.remote import NO_SSH, Reachable, is_here, on_host
+from hvdtrain.commands.launch.remote import NO_SSH, is_here, on_host
 from hvdtrain.errors import (
     EXIT_FAILURE,
     EXIT_OK,
@@ -83,9 +83,10 @@ def worker(
 
 def show(pool: Pool, words: Sequence[str]) -> str:
     """Return a line per rank that would be started now, without the driver's address."""
-    discovery = Discovery(pool, Reachable(lambda host: None))  # without ssh
-    chosen = choose_slots(discovery.find_available_hosts_and_slots(), (), pool.most)
-    slots = assign_ranks(chosen, discovery.hosts)
+    hosts = pool.find()
+    slots = assign_ranks(
+        choose_slots(slot_names(hosts), (), pool.most), [host.name for host in hosts]
+    )
     workers = [worker(slot, words, pool.threads, "ADDRESS", "PORT") for slot in slots]
     return "\n".join(command.show() for command in workers)
 

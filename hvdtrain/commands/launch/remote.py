@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -65,17 +65,10 @@ def connection_error(host: str) -> str | None:
 
 
 class Reachable:
-    """The hosts that answer; one that does not is retried, in a thread, until it does.
+    """The hosts that answer; one that does not is retried, every ``pause`` seconds in a thread."""
 
-    Args:
-        check: takes a host; returns the reason why it does not answer, or None.
-        pause: seconds between two attempts.
-    """
-
-    def __init__(
-        self, check: Callable[[str], str | None] = connection_error, pause: float = SOON
-    ) -> None:
-        self._check, self._pause = check, pause
+    def __init__(self, pause: float = SOON) -> None:
+        self._pause = pause
         self._answers: dict[str, bool | None] = {}  # None: not yet known
 
     def among(self, hosts: Iterable[str]) -> set[str]:
@@ -96,7 +89,7 @@ class Reachable:
             threading.Thread(target=self._wait_for, args=(host,), daemon=True).start()
 
     def _wait_for(self, host: str) -> None:
-        while (reason := self._check(host)) is not None:
+        while (reason := connection_error(host)) is not None:
             if self._answers[host] is None:
                 log.info("hvdtrain: host %s is excluded until it answers: %s", host, reason)
                 self._answers[host] = False

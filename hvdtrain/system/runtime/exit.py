@@ -92,8 +92,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except HvdtrainError as error:
         wait = WAIT_USAGE if isinstance(error, UsageError) else WAIT_FAILURE
         # A usage error on rank 0, in command line or data, usually occurs on all ranks.
-        common = is_agreed(error) or (isinstance(error, UsageError) and detect(os.environ).is_root)
-        if is_agreed(error):
+        common = error.agreed or (isinstance(error, UsageError) and detect(os.environ).is_root)
+        if error.agreed:
             _disconnect(WAIT_FAILURE)
         fail(f"error: {error}", code=error.exit_code, wait=wait, agreed=common)
     except Exception as error:
@@ -136,16 +136,9 @@ def restart_ranks() -> NoReturn:
 
 def agreed(error: HvdtrainError) -> HvdtrainError:
     """Mark ``error`` as raised by all ranks together, so that only rank 0 prints it."""
-    error.__notes__ = [*getattr(error, "__notes__", []), _AGREED]
+    error.agreed = True
     return error
 
-
-def is_agreed(error: BaseException) -> bool:
-    """Return whether ``error`` is raised by all ranks together."""
-    return _AGREED in getattr(error, "__notes__", [])
-
-
-_AGREED = "agreed by all ranks"
 
 _speaking = threading.Lock()  # never released: its holder ends the process
 

@@ -11,7 +11,6 @@ import pytest
 from hvdtrain.collectives import base as module
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
-from hvdtrain.system.runtime.exit import is_agreed
 
 
 def test_a_single_rank_returns_its_data() -> None:
@@ -36,7 +35,7 @@ def test_a_single_rank_raises_the_error_unchanged(kind: type[HvdtrainError]) -> 
         with pytest.raises(kind) as caught:
             collective(fail)
         assert str(caught.value) == "why"
-        assert is_agreed(caught.value)
+        assert caught.value.agreed
 
 
 def test_an_error_may_name_a_file_of_any_bytes(on_ranks: Any) -> None:
@@ -81,7 +80,7 @@ def test_if_one_fails_all_raise_the_same(
     outcomes = on_ranks(3, act)
     assert {type(outcome) for outcome in outcomes} == {kind}
     assert len({str(outcome) for outcome in outcomes}) == 1
-    assert all(is_agreed(outcome) for outcome in outcomes)
+    assert all(outcome.agreed for outcome in outcomes)
     assert str(outcomes[0]).endswith("/données/köln: the file is broken")
     # The failing rank is named, unless rank 0 has failed too.
     if 0 not in failing:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.runtime.exit import LOSS_POLL, WAIT_FAILURE, WAIT_USAGE, agreed, is_agreed
+from hvdtrain.system.runtime.exit import LOSS_POLL, WAIT_FAILURE, WAIT_USAGE, agreed
 from tests.conftest import Outcome, begin, run, until
 
 HEAD = """\
@@ -188,11 +188,10 @@ def test_an_interrupt_is_130_without_a_traceback() -> None:
 
 def test_agreement_is_a_mark_on_the_error() -> None:
     error = UsageError("why")
-    error.add_note("mine")
-    assert not is_agreed(error)
+    assert not error.agreed
     assert agreed(error) is error
-    assert is_agreed(error)
-    assert (str(error), error.__notes__[0]) == ("why", "mine")
+    assert error.agreed
+    assert str(error) == "why"
 
 
 READER = """
