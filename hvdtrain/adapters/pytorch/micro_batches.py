@@ -168,16 +168,14 @@ class Pipeline(UpdateSums, Wrapper):
 
     def _share(self, samples: int, passes: Passes) -> torch.Tensor:
         """Return the output of the last stage, broadcast to all stages."""
-        last = self.stage + 1 == self.stages
-        if last:
+        if self.stage + 1 == self.stages:
             whole = torch.cat([output.detach() for _, output in passes.kept])
             others = [rank for rank in self._copy.ranks if rank != self._rank(0)]
             layout = self._sent_layout("result", passes, whole, others)
-            sent = layout.message(whole)
         else:
             layout = self._layout("result", passes, self._copy.ranks[-1])
             whole = layout.empty(samples, self.adapter.device)
-            sent = layout.message(whole)
+        sent = layout.message(whole)
         if self.stages > 1 and sent.numel():
             with self.blocked():
                 dist.broadcast(sent, src=self._copy.ranks[-1], group=self._copy.group)
