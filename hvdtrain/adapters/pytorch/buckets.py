@@ -15,6 +15,7 @@ One tensor per bucket also fixes the order of summation: results are bit-equal f
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 import weakref
 from abc import abstractmethod
@@ -50,10 +51,8 @@ class Bucket:
     def __init__(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
         self.name = name
         self.parameters = parameters
-        starts, length = [], 0
-        for parameter in parameters:
-            starts.append(length)
-            length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        lengths = (-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in parameters)
+        *starts, length = itertools.accumulate(lengths, initial=0)
         first = parameters[0]
         # After the gradients: for each parameter, the number of ranks that have a gradient, and in
         # the last bucket the numbers of ranks with sums of earlier passes and with stop requests.
