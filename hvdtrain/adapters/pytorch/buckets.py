@@ -330,10 +330,7 @@ class Awaited(torch.Tensor):
 
 
 def keep_awaited(model: torch.nn.Module) -> None:
-    """Make ``zero_grad`` of ``model`` and of its layers keep awaited gradients.
-
-    Of these modules only, and copied with them; torch's would discard awaited gradients.
-    """
+    """Make ``zero_grad`` of ``model`` and of its layers keep them; torch's would discard them."""
     for module in model.modules():
         module.__dict__["zero_grad"] = ZeroGrad(module)
 
@@ -352,6 +349,10 @@ class ZeroGrad:
             owner.zero_grad(set_to_none)
         if not awaited:
             type(self.model).zero_grad(self.model, set_to_none)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the original method: a copy is not distributed, and needs no hvdtrain."""
+        return functools.partial, (type(self.model).zero_grad, self.model)
 
 
 class BucketedAdapter(PyTorchAdapter):

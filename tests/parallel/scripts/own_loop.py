@@ -1,4 +1,4 @@
-"""Run on every rank by test_own_loop.py: what users' own PyTorch loops do between the eight calls.
+"""Run on every rank by test_adapter.py: what users' own PyTorch loops do between the eight calls.
 
 Every loop is also run by hand in this one process, over the whole global batches, without
 hvdtrain: the weights must be those. 13 samples in global batches of 4 leave parts of 2, 1, 1 and,
@@ -184,6 +184,14 @@ def zeroed_by_the_model(net: Any, optimizer: Any, inputs: Any, labels: Any, numb
     optimizer.step()
 
 
+def zeroed_in_place(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    """By a module around the net, which a strategy knows nothing of."""
+    torch.nn.ModuleList([net]).zero_grad(set_to_none=False)
+    backward(net, inputs, labels)
+    clip(net)
+    optimizer.step()
+
+
 def two_passes(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
     optimizer.zero_grad()
     loss_of(net, inputs, labels).backward()
@@ -361,6 +369,7 @@ elif __name__ == "__main__":
     train(tail_dropped, skips=True)
     train(tail_dropped_later, skips=True)
     train(zeroed_by_the_model, skips=True)
+    train(zeroed_in_place, skips=True)
     train(two_passes)
     train(summed_together, skips=True)
     train(summed_beside_others)
