@@ -236,16 +236,16 @@ class Pipeline(UpdateSums, Wrapper):
 
     def _sum(self, parameters: Sequence[torch.Tensor], weight: float) -> None:
         """Sum gradients of one type; a parameter without a gradient on any rank has none."""
-        there = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+        holders = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         whole = torch.cat([gradient.reshape(-1) for gradient in flat])
         weigh(whole, weight)
-        message = torch.cat([whole, there.to(whole)])
+        message = torch.cat([whole, holders.to(whole)])
         with self.blocked():
             self._peers.sum_tensor(message, "gradients")
-        *sums, there = message.split([*(p.numel() for p in parameters), len(parameters)])
-        for parameter, total, anyone in zip(parameters, sums, there.tolist(), strict=True):
-            if anyone:
+        *sums, holders = message.split([*(p.numel() for p in parameters), len(parameters)])
+        for parameter, total, number in zip(parameters, sums, holders.tolist(), strict=True):
+            if number:
                 gradient = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = gradient.detach().copy_(total.view_as(parameter))
 
