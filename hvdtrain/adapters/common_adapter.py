@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -178,10 +179,8 @@ class CommonAdapter(StateAdapter):
 
         None if nothing is summed, or if they are unknown.
         """
-        known = [sums.messages for sums in self.gradient_sums if sums.messages]
-        return (
-            {key: sum(step[key] for step in known) for key in ("count", "bytes")} if known else None
-        )
+        messages = (Counter(sums.messages) for sums in self.gradient_sums if sums.messages)
+        return dict(sum(messages, Counter())) or None
 
     def bubble(self, split: StepSplit | None) -> Bubble | None:
         """Return the share of time that pipeline stages wait for one another; None: no stages."""

@@ -91,9 +91,7 @@ def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
             text = "stopped before its first step: there is no checkpoint yet"
         if detect(os.environ).is_root:
             announce(f"{name}: {text}", mpirun_ends=name in ENDING)
-        elif (
-            not process_status.disconnect
-        ):  # otherwise MPI has started, and aborts if a rank remains
+        elif not process_status.disconnect:  # once MPI has started, it aborts if a rank remains
             time.sleep(WAIT_FAILURE)
         leave(EXIT_PREEMPTED if newest else 128 + signal.Signals[name])
 

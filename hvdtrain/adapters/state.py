@@ -48,7 +48,7 @@ class StateAdapter(Adapter):
         return self.view(model, optimizer).export(optimizer)
 
     def import_state(self, model: Any, optimizer: Any, state: Checkpoint) -> None:
-        """Load ``state`` into model and optimizer."""
+        """Load ``state``; ``UsageError`` if names or shapes are not those of this model."""
         self.view(model, optimizer).restore(optimizer, state)
 
     @property

@@ -122,6 +122,40 @@ def drawn_last() -> _Order | None:
     return _last() if _last else None
 
 
+def leave_out(model: Any, number: int, rest: int, logs: Logs) -> Callable[[], None]:
+    """Make ``fit`` draw the next ``number`` batches without training on them, and return ``logs``.
+
+    The last ``rest`` of them begin an execution that trains on its other batches. Returns what
+    restores the model's train function at once.
+    """
+    original, left, several = model.train_function, number, model.steps_per_execution
+
+    def restore() -> None:
+        if model.train_function is train_function:
+            model.train_function = original
+
+    def train_function(iterator: Any) -> Any:
+        nonlocal left
+        drawn = min(left, several)
+        for _ in range(drawn):
+            next(iterator)
+        left -= drawn
+        if left == 0:
+            restore()
+        if left or not rest:
+            return logs
+        model.steps_per_execution = several - rest
+        model.make_train_function(force=True)
+        try:
+            return model.train_function(iterator)
+        finally:
+            model.train_function, model.steps_per_execution = original, several
+
+    if number:
+        model.train_function = train_function
+    return restore
+
+
 class _Order:
     """The indices of this rank's parts, one epoch per iteration."""
 

@@ -313,7 +313,7 @@ class UpdateBatchStateCallback(_StateCallback):
             shards.offset.left_out = done - rest
             self.state.of_epoch["steps"] = self._steps  # the unit of ``batch`` from now on
             logs = self.state.of_epoch.get("logs", {})
-            self._restore = _leave_out(self.model, done, rest, logs)
+            self._restore = shards.leave_out(self.model, done, rest, logs)
         self._begun = True
 
     def _done(self) -> int:
@@ -348,40 +348,6 @@ class UpdateBatchStateCallback(_StateCallback):
         self._restore()
         self.state.batch, self.state.of_epoch = 0, {}
         shards.offset.left_out = 0
-
-
-def _leave_out(model: Any, number: int, rest: int, logs: JsonValues) -> Callable[[], None]:
-    """Make ``fit`` draw the next ``number`` batches without training on them, and return ``logs``.
-
-    The last ``rest`` of them begin an execution that trains on its other batches. Returns what
-    restores the model's train function at once.
-    """
-    original, left, several = model.train_function, number, model.steps_per_execution
-
-    def restore() -> None:
-        if model.train_function is train_function:
-            model.train_function = original
-
-    def train_function(iterator: Any) -> Any:
-        nonlocal left
-        drawn = min(left, several)
-        for _ in range(drawn):
-            next(iterator)
-        left -= drawn
-        if left == 0:
-            restore()
-        if left or not rest:
-            return logs
-        model.steps_per_execution = several - rest
-        model.make_train_function(force=True)
-        try:
-            return model.train_function(iterator)
-        finally:
-            model.train_function, model.steps_per_execution = original, several
-
-    if number:
-        model.train_function = train_function
-    return restore
 
 
 class CommitStateCallback(ModelCallback):

@@ -306,6 +306,9 @@ def load_model(
     and functions by name; for the others see ``DistributedOptimizer``.
 
     The file contains a plain optimizer: ``keras.models.load_model`` loads it undistributed.
+
+    Raises:
+        UsageError: ``legacy_opts``, which Keras 3 does not have; the model has no optimizer.
     """
     if legacy_opts:
         raise UsageError("load_model: Keras 3 has no legacy optimizers; omit legacy_opts")

@@ -93,7 +93,7 @@ def _check_sets(sets: Iterable[Any], size: int) -> None:
 
     Horovod's message would not help, or it would end the process.
     """
-    there = [tuple(process_set.ranks) for process_set in _known.values()]
+    known = [tuple(process_set.ranks) for process_set in _known.values()]
     for process_set in sets:
         ranks = getattr(process_set, "ranks", None)
         if not ranks:
@@ -103,9 +103,9 @@ def _check_sets(sets: Iterable[Any], size: int) -> None:
             raise UsageError(f"the process set of the ranks {ranks}: there are {size}, each once")
         if len(ranks) == size:
             raise UsageError(f"the process set of the ranks {ranks} is hvd.global_process_set")
-        if tuple(ranks) in there:
+        if tuple(ranks) in known:
             raise UsageError(f"the process set of the ranks {ranks} exists twice: use the first")
-        there.append(tuple(ranks))
+        known.append(tuple(ranks))
 
 
 def add_process_set(process_set: Any) -> Any:

@@ -15,6 +15,7 @@ One tensor per bucket also fixes the order of summation: results are bit-equal f
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 import weakref
 from abc import abstractmethod
@@ -50,10 +51,8 @@ class Bucket:
     def __init__(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
         self.name = name
         self.parameters = parameters
-        starts, length = [], 0
-        for parameter in parameters:
-            starts.append(length)
-            length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        lengths = (-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in parameters)
+        *starts, length = itertools.accumulate(lengths, initial=0)
         first = parameters[0]
         # After the gradients: for each parameter, the number of ranks that have a gradient, and in
         # the last bucket the numbers of ranks with sums of earlier passes and with stop requests.
@@ -331,10 +330,7 @@ class Awaited(torch.Tensor):
 
 
 def keep_awaited(model: torch.nn.Module) -> None:
-    """Make ``zero_grad`` of ``model`` and of its layers keep awaited gradients.
-
-    Of these modules only, and copied with them; torch's would discard awaited gradients.
-    """
+    """Make ``zero_grad`` of ``model`` and of its layers keep them; torch's would discard them."""
     for module in model.modules():
         module.__dict__["zero_grad"] = ZeroGrad(module)
 
@@ -353,6 +349,10 @@ class ZeroGrad:
             owner.zero_grad(set_to_none)
         if not awaited:
             type(self.model).zero_grad(self.model, set_to_none)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the original method: a copy is not distributed, and needs no hvdtrain."""
+        return functools.partial, (type(self.model).zero_grad, self.model)
 
 
 class BucketedAdapter(PyTorchAdapter):

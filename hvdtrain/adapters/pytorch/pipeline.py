@@ -227,7 +227,10 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     have a method ``pipeline_layers`` that returns them; ``in_a_row`` is its former name.
     """
     if type(model) is torch.nn.Sequential:
-        return [layer for child in model for layer in _unfolded(child)]
+        layers: list[torch.nn.Module] = []
+        for child in model:
+            layers += layers_of(child) if type(child) is torch.nn.Sequential else [child]
+        return layers
     custom: Any = model
     if hasattr(model, "pipeline_layers"):
         return list(custom.pipeline_layers())
@@ -240,10 +243,6 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
         "unknown: use a torch.nn.Sequential, or add a method pipeline_layers() that returns the "
         "layers in order, each of which takes the output of the previous"
     )
-
-
-def _unfolded(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    return layers_of(layer) if type(layer) is torch.nn.Sequential else [layer]
 
 
 def costs_of(layers: Sequence[torch.nn.Module]) -> list[int]:

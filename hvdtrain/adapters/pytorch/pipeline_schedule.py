@@ -168,16 +168,14 @@ class Pipeline(UpdateSums, Wrapper):
 
     def _share(self, samples: int, passes: Passes) -> torch.Tensor:
         """Return the output of the last stage, broadcast to all stages."""
-        last = self.stage + 1 == self.stages
-        if last:
+        if self.stage + 1 == self.stages:
             whole = torch.cat([output.detach() for _, output in passes.kept])
             others = [rank for rank in self._copy.ranks if rank != self._rank(0)]
             layout = self._sent_layout("result", passes, whole, others)
-            sent = layout.message(whole)
         else:
             layout = self._layout("result", passes, self._copy.ranks[-1])
             whole = layout.empty(samples, self.adapter.device)
-            sent = layout.message(whole)
+        sent = layout.message(whole)
         if self.stages > 1 and sent.numel():
             with self.blocked():
                 dist.broadcast(sent, src=self._copy.ranks[-1], group=self._copy.group)
@@ -238,16 +236,16 @@ class Pipeline(UpdateSums, Wrapper):
 
     def _sum(self, parameters: Sequence[torch.Tensor], weight: float) -> None:
         """Sum gradients of one type; a parameter without a gradient on any rank has none."""
-        there = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+        holders = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         whole = torch.cat([gradient.reshape(-1) for gradient in flat])
         weigh(whole, weight)
-        message = torch.cat([whole, there.to(whole)])
+        message = torch.cat([whole, holders.to(whole)])
         with self.blocked():
             self._peers.sum_tensor(message, "gradients")
-        *sums, there = message.split([*(p.numel() for p in parameters), len(parameters)])
-        for parameter, total, anyone in zip(parameters, sums, there.tolist(), strict=True):
-            if anyone:
+        *sums, holders = message.split([*(p.numel() for p in parameters), len(parameters)])
+        for parameter, total, number in zip(parameters, sums, holders.tolist(), strict=True):
+            if number:
                 gradient = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = gradient.detach().copy_(total.view_as(parameter))
 

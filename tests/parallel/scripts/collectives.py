@@ -32,8 +32,8 @@ PARTS = np.array([1, 1e8, 1, -1e8], np.float32)  # 1e8 swallows a 1: the order o
 
 def start(name: str) -> Communicator:
     kind = getattr(importlib.import_module(f"hvdtrain.collectives.{name}"), LIBRARIES[name][0])
-    made: Communicator = kind(gpu=False) if name == "torch_distributed" else kind()
-    return made
+    communicator: Communicator = kind(gpu=False) if name == "torch_distributed" else kind()
+    return communicator
 
 
 def numbers(tensor: Any) -> list[float]:
@@ -94,19 +94,19 @@ def breaking() -> None:
 
     mpi: Any = start("mpi4py")
     timing.start = lambda *_: Breaking(gpu=False, timeout=timedelta(seconds=5))
-    found = timing.measure(mpi, "gloo", ["allreduce"], [4], 0.1)
+    result = timing.measure(mpi, "gloo", ["allreduce"], [4], 0.1)
     after = timing._first(mpi, "")  # the ranks are still together
-    mpi.on_root(lambda: print(json.dumps([asdict(found), after])))
+    mpi.on_root(lambda: print(json.dumps([asdict(result), after])))
 
 
 def order() -> None:
     """Sum on 4 ranks by Horovod and by MPI, in the order that MPI was told."""
-    found = []
+    result = []
     for name in ("mpi4py", "horovod_torch"):
         ranks = start(name)
         total = ranks.sum_tensor(ranks.tensor(64, float(PARTS[ranks.rank])), "parts")
-        found.append(sorted(set(numbers(total))))
-    ranks.on_root(lambda: print(found))
+        result.append(sorted(set(numbers(total))))
+    ranks.on_root(lambda: print(result))
 
 
 def algorithms() -> None:

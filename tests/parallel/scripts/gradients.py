@@ -203,11 +203,11 @@ def within_the_bound(compression: str) -> None:
     """A rounding of each rank's gradient, and one for each of its additions to others."""
     random = np.random.default_rng(0)
     x = random.normal(size=(SAMPLES, COLUMNS)) * 10 ** random.uniform(-4, 4, COLUMNS)
-    found, true, sizes = gradients(x, compression)
+    summed, true, sizes = gradients(x, compression)
     rounding, smallest = ROUNDING[compression]
     growth = (1 + rounding) ** world.size * (1 + OF_FP32) - 1
-    for one, expected, size in zip(found, true, sizes, strict=True):
-        error = abs(one - expected)
+    for value, expected, size in zip(summed, true, sizes, strict=True):
+        error = abs(value - expected)
         assert (error <= growth * size + world.size * smallest).all()
         assert (error > rounding / 8 * size).any()  # it was rounded
     kinds = {kind for kind, _ in sent}
@@ -216,20 +216,20 @@ def within_the_bound(compression: str) -> None:
 
 def exact_where_the_type_holds_it(compression: str) -> None:
     x = 2.0 ** np.arange(-3, 5)[np.arange(COLUMNS) % 8] * np.arange(1, SAMPLES + 1)[:, None] * 4
-    found, true, _ = gradients(x, compression)
+    summed, true, _ = gradients(x, compression)
     # A quarter of at most 14 times 4 times a power of two: four bits of a significand's eight.
-    assert all((one == expected).all() for one, expected in zip(found, true, strict=True))
+    assert all((value == expected).all() for value, expected in zip(summed, true, strict=True))
 
 
 def overflows_only_where_a_gradient_does() -> None:
     x = np.full((SAMPLES, COLUMNS), 60000.0)
-    found, true, _ = gradients(x, "fp16")  # the sum of two would overflow
-    for one, expected in zip(found, true, strict=True):
-        np.testing.assert_allclose(one, expected, rtol=(1 + 2.0**-11) ** world.size - 1)
-    found, _, _ = gradients(x * 10, "fp16")
-    assert all(np.isposinf(one).all() for one in found)  # never a number, on any rank
-    found, true, _ = gradients(x * 10, NONE)
-    np.testing.assert_allclose(found, true, rtol=1e-12)
+    summed, true, _ = gradients(x, "fp16")  # the sum of two would overflow
+    for value, expected in zip(summed, true, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=(1 + 2.0**-11) ** world.size - 1)
+    summed, _, _ = gradients(x * 10, "fp16")
+    assert all(np.isposinf(value).all() for value in summed)  # never a number, on any rank
+    summed, true, _ = gradients(x * 10, NONE)
+    np.testing.assert_allclose(summed, true, rtol=1e-12)
 
 
 def combined(gradients: list[Array]) -> Array:

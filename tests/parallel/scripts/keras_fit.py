@@ -56,9 +56,9 @@ def both(
 ) -> keras.Model:
     """Train over the ranks and in one process; compare; return the model of the ranks."""
     options = {"loss": LOSS, "metrics": ["accuracy"], **options}
-    one = model(0)
-    one.compile(optimizer(), **options)
-    expected = one.fit(
+    single = model(0)
+    single.compile(optimizer(), **options)
+    expected = single.fit(
         global_batches(X, Y, BATCH, SEED),
         epochs=EPOCHS,
         validation_data=(VAL_X, VAL_Y),
@@ -68,11 +68,11 @@ def both(
     mine = model(RANK)
     mine.compile(hvd.DistributedOptimizer(optimizer(), **(distribute or {})), **options)
     train = data() if data else hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
-    own = slice(RANK, None, SIZE)
-    found = mine.fit(
+    local = slice(RANK, None, SIZE)
+    result = mine.fit(
         train,
         epochs=EPOCHS,
-        validation_data=(VAL_X[own], VAL_Y[own]),
+        validation_data=(VAL_X[local], VAL_Y[local]),
         callbacks=[  # the one that makes them right comes last
             *callbacks(),
             hvd.callbacks.BroadcastGlobalVariablesCallback(0),
@@ -80,10 +80,10 @@ def both(
         ],
         verbose=0,
     )
-    assert expected.history.keys() == found.history.keys(), found.history.keys()
+    assert expected.history.keys() == result.history.keys(), result.history.keys()
     for name, values in expected.history.items():
-        np.testing.assert_allclose(found.history[name], values, rtol=1e-6, err_msg=name)
-    close(mine, one)
+        np.testing.assert_allclose(result.history[name], values, rtol=1e-6, err_msg=name)
+    close(mine, single)
     assert copies(mine.get_weights()) == 1
     return mine
 
@@ -109,8 +109,8 @@ def datasets() -> None:
     for (x, y), same, whole in zip(cut, kept.as_numpy_iterator(), rows, strict=True):
         np.testing.assert_array_equal(x, same["x"])
         np.testing.assert_array_equal(y, same["y"])
-        everyone = session.adapter().communicator.gather(x.tobytes())
-        assert b"".join(everyone) == whole[0].numpy().tobytes()
+        gathered = session.adapter().communicator.gather(x.tobytes())
+        assert b"".join(gathered) == whole[0].numpy().tobytes()
     assert len(cut) == STEPS == int(kept.cardinality())
     expect_error(lambda: hvd.shard((X, Y)), "global_batch=")
     expect_error(lambda: hvd.shard(rows, global_batch=8), "dataset.batch(GLOBAL_BATCH)")
@@ -125,13 +125,13 @@ def settings() -> None:
         distribute={"gradient_predivide_factor": 4.0, "device_dense": "/CPU:0", "name": "own"},
     )
     # An update after two batches, from the mean of their gradients.
-    one, mine = net(0), net(RANK)
-    one.compile(sgd(gradient_accumulation_steps=2), LOSS)
+    single, mine = net(0), net(RANK)
+    single.compile(sgd(gradient_accumulation_steps=2), LOSS)
     passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
     mine.compile(hvd.DistributedOptimizer(sgd(), **passes), LOSS)
-    one.fit(global_batches(X, Y, BATCH, SEED), epochs=EPOCHS, verbose=0)
+    single.fit(global_batches(X, Y, BATCH, SEED), epochs=EPOCHS, verbose=0)
     fit(mine)
-    close(mine, one)
+    close(mine, single)
 
 
 def fit(model: keras.Model, **options: Any) -> Any:
@@ -178,12 +178,12 @@ def statistics() -> None:
     """BatchNorm sees each rank's part; a part of none leaves its statistics as they are."""
     model = net(RANK, keras.layers.BatchNormalization)
     model.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
-    found = fit(
+    result = fit(
         model,
         validation_data=(VAL_X, VAL_Y),
         callbacks=[hvd.callbacks.MetricAverageCallback()],
     )
-    assert np.isfinite(found.history["val_loss"]).all()
+    assert np.isfinite(result.history["val_loss"]).all()
     assert all(np.isfinite(value).all() for value in model.get_weights())
     assert copies(value.numpy() for value in model.trainable_variables) == 1
 
@@ -255,11 +255,11 @@ def rates() -> None:
     after = [0.2 * SIZE] * STEPS + [0.02 * SIZE] * STEPS
     np.testing.assert_allclose(seen, climb + after, rtol=1e-6)
     np.testing.assert_allclose(history["lr"], (climb + after)[STEPS - 1 :: STEPS], rtol=1e-6)
-    warm.verbose, shards.offset.epochs, said = 1, 1, io.StringIO()
-    with contextlib.redirect_stdout(said):  # where the first epoch was another process's
+    warm.verbose, shards.offset.epochs, output = 1, 1, io.StringIO()
+    with contextlib.redirect_stdout(output):  # where the first epoch was another process's
         warm.on_epoch_end(0)
     shards.offset.epochs = 0
-    assert said.getvalue().startswith("\nEpoch 2: the warm-up" if RANK == 0 else "")
+    assert output.getvalue().startswith("\nEpoch 2: the warm-up" if RANK == 0 else "")
 
     weight = keras.Variable(np.zeros(1))
     optimizer = keras.optimizers.SGD(0.5, momentum=0.5)
@@ -335,14 +335,16 @@ def elastic() -> None:
     for epoch, left_out in ((1, BATCH), (2, 0)):
         parts = [x for x, _ in train.as_numpy_iterator()]
         assert len(parts) == -(-some // 4)
-        told = session.adapter().communicator.gather(np.concatenate(parts).tobytes())
-        rows = sorted(np.frombuffer(b"".join(told)).reshape(-1, 5).tolist())
+        gathered = session.adapter().communicator.gather(np.concatenate(parts).tobytes())
+        rows = sorted(np.frombuffer(b"".join(gathered)).reshape(-1, 5).tolist())
         assert rows == sorted(X[permutation(some, SEED, epoch)[left_out:]].tolist())
     goes_on(1, batch=2, before=2 * STEPS, left_out=1)  # batches that grow with the ranks
     commits = goes_on(2, batch=1, before=STEPS, left_out=1)  # that do not
     assert commits == [2, 0, 2, 0]
     goes_on(1, batch=2 * STEPS, before=None, left_out=4 * STEPS)  # not known: more than there are
-    for number, wrap in enumerate((lambda one: one, keras.optimizers.LossScaleOptimizer)):
+    for number, wrap in enumerate(
+        (lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer)
+    ):
         commits_follow_the_ranks(DONE / f"commits-{number}", wrap)
     expect_error(lambda: hvd.elastic.KerasState(net(0, begin=False)), "keras.Input(shape)")
     expect_error(lambda: hvd.elastic.run(lambda state: None)(net(0)), "a Sequential, not a state")
@@ -377,16 +379,19 @@ def goes_on(execution: int, *, batch: int, before: int | None, left_out: int) ->
                 assert updates == state.batch - left_out
                 assert (updates == 0) == (not trained)
 
-    follow = [hvd.elastic.UpdateBatchStateCallback, hvd.elastic.UpdateEpochStateCallback]
-    callbacks = [hvd.elastic.CommitStateCallback(state, 2), *(one(state) for one in follow)]
+    callbacks = [
+        hvd.elastic.CommitStateCallback(state, 2),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.UpdateEpochStateCallback(state),
+        Count(),
+    ]
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
     if before is None:
         data = data.filter(lambda *_: tf.constant(True))
 
     @hvd.elastic.run
     def train_on(state: Any) -> None:
-        options = {"callbacks": [*callbacks, Count()], "verbose": 0}
-        state.model.fit(data, epochs=3 - state.epoch, **options)
+        state.model.fit(data, epochs=3 - state.epoch, callbacks=callbacks, verbose=0)
 
     train_on(state)
     assert (state.epoch, state.batch) == (3, 0)

@@ -28,8 +28,8 @@ STEPS = -(-SAMPLES // BATCH)
 
 
 expect_error(lambda: hvd.init(process_sets=[hvd.ProcessSet([0, 9])]), "ranks [0, 9]: there are")
-everyone = hvd.ProcessSet(range(sum(map(len, RANKS))))
-expect_error(lambda: hvd.init(process_sets=[everyone]), "is hvd.global_process_set")
+all_ranks = hvd.ProcessSet(range(sum(map(len, RANKS))))
+expect_error(lambda: hvd.init(process_sets=[all_ranks]), "is hvd.global_process_set")
 expect_error(lambda: hvd.init(process_sets=[[0]]), "hvd.ProcessSet([0, 1])")
 twice = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
 expect_error(lambda: hvd.init(process_sets=twice), "[0] exists twice")
@@ -45,7 +45,7 @@ else:
     assert hvd.remove_process_set(gone) and not hvd.remove_process_set(gone)
     SETS = [hvd.add_process_set(ranks) for ranks in RANKS]
     expect_error(lambda: hvd.add_process_set([0, 9]), "there are")
-NUMBER, MINE = next((n, one) for n, one in enumerate(SETS) if one.included())
+NUMBER, MINE = next((n, ranks) for n, ranks in enumerate(SETS) if ranks.included())
 OTHER = SETS[NUMBER - 1]
 assert (MINE.ranks, MINE.size()) == (RANKS[NUMBER], len(RANKS[NUMBER]))
 assert MINE.ranks[MINE.rank()] == hvd.rank()
@@ -79,18 +79,18 @@ def one_process() -> tuple[keras.Model, list[float]]:
     model = net(100 * NUMBER)
     model.compile(sgd(), LOSS, metrics=["accuracy"])
     model.optimizer.build(model.trainable_variables)
-    told = {"epochs": EPOCHS, "validation_data": (VAL_X, VAL_Y), "verbose": 0}
-    return model, model.fit(data, callbacks=[OneProcess()], **told).history["val_loss"]
+    options = {"epochs": EPOCHS, "validation_data": (VAL_X, VAL_Y), "verbose": 0}
+    return model, model.fit(data, callbacks=[OneProcess()], **options).history["val_loss"]
 
 
 def of_the_set(folder: str, epochs: int = EPOCHS) -> tuple[keras.Model, list[float]]:
     model = net(100 * NUMBER + MINE.rank())  # other weights on each rank
     model.compile(hvd.DistributedOptimizer(sgd(), process_set=MINE), LOSS, metrics=["accuracy"])
-    own = slice(MINE.rank(), None, MINE.size())
-    found = model.fit(
+    local = slice(MINE.rank(), None, MINE.size())
+    result = model.fit(
         hvd.shard((X, Y), global_batch=BATCH, seed=SEED, process_set=MINE),
         epochs=epochs,
-        validation_data=(VAL_X[own], VAL_Y[own]),
+        validation_data=(VAL_X[local], VAL_Y[local]),
         callbacks=[
             hvd.callbacks.BroadcastGlobalVariablesCallback(MINE.ranks[0]),
             hvd.callbacks.MetricAverageCallback(),
@@ -100,13 +100,13 @@ def of_the_set(folder: str, epochs: int = EPOCHS) -> tuple[keras.Model, list[flo
         ],
         verbose=0,
     )
-    return model, found.history["val_loss"]
+    return model, result.history["val_loss"]
 
 
 expected, losses = one_process()
-model, found = of_the_set("uncut")
+model, result = of_the_set("uncut")
 close(model, expected)
-np.testing.assert_allclose(found, losses, rtol=1e-6)  # metrics are float32
+np.testing.assert_allclose(result, losses, rtol=1e-6)  # metrics are float32
 assert copies(model.get_weights(), MINE) == 1
 saved = [path.name for path in (DONE / f"uncut-{NUMBER}").glob("*.keras")]
 assert sorted(saved) == [f"{epoch + 1}.keras" for epoch in range(EPOCHS)]
@@ -126,12 +126,14 @@ expect_error(theirs.on_train_begin, f"ranks {MINE.ranks}: ", "another process se
 
 if len(MINE.ranks) > 1:
     layer = net(MINE.rank())
-    own = hvd.PartialDistributedOptimizer(sgd(), local_layers=layer.layers[-1], process_set=MINE)
-    layer.compile(own, LOSS)
+    partial = hvd.PartialDistributedOptimizer(
+        sgd(), local_layers=layer.layers[-1], process_set=MINE
+    )
+    layer.compile(partial, LOSS)
     data = hvd.shard((X, Y), global_batch=BATCH, process_set=MINE)
     layer.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)], verbose=0)
-    for one, number in ((layer.layers[0], 1), (layer.layers[1], len(MINE.ranks))):
-        assert copies([one.kernel.numpy()], MINE) == number
+    for kept, number in ((layer.layers[0], 1), (layer.layers[1], len(MINE.ranks))):
+        assert copies([kept.kernel.numpy()], MINE) == number
     np.testing.assert_array_equal(
         hvd.allreduce(tf.ones(2), op=hvd.Sum, process_set=MINE), [len(MINE.ranks)] * 2
     )

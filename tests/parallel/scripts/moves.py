@@ -40,14 +40,14 @@ def network() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     net[2].requires_grad_(False)
     net[1].register_parameter("unused", torch.nn.Parameter(torch.ones(2).double()))
     net[1].register_buffer("count", torch.tensor(4))
-    trained = [one for one in net.parameters() if one.requires_grad]
+    trained = [value for value in net.parameters() if value.requires_grad]
     return net, torch.optim.AdamW(trained, lr=0.05, weight_decay=0.1)
 
 
 def clip(net: Any) -> None:
     """Clip, by the way that a model has of which this rank holds a stage alone."""
-    own = getattr(net, "clip_grad_norm_", None)
-    own(0.5) if own else torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    method = getattr(net, "clip_grad_norm_", None)
+    method(0.5) if method else torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
 
 
 def train(net: Any, optimizer: Any, shards: Shards, first: int, end: int) -> None:
@@ -70,11 +70,11 @@ def expected(steps: int) -> torch.nn.Module:
 
 def check(net: Any, steps: int) -> None:
     """Compare the whole model with that of one process."""
-    wanted = expected(steps).state_dict()
-    found = hvd.export_state(net, None).model
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert abs(found[name] - value.numpy()).max() < 1e-12, (name, steps)
+    reference = expected(steps).state_dict()
+    exported = hvd.export_state(net, None).model
+    assert exported.keys() == reference.keys()
+    for name, value in reference.items():
+        assert abs(exported[name] - value.numpy()).max() < 1e-12, (name, steps)
 
 
 def distributed() -> tuple[Any, Any, Shards]:

@@ -1,4 +1,4 @@
-"""Run on every rank by test_own_loop.py: what users' own PyTorch loops do between the eight calls.
+"""Run on every rank by test_adapter.py: what users' own PyTorch loops do between the eight calls.
 
 Every loop is also run by hand in this one process, over the whole global batches, without
 hvdtrain: the weights must be those. 13 samples in global batches of 4 leave parts of 2, 1, 1 and,
@@ -71,12 +71,12 @@ def train(step: Callable[..., None], *, skips: bool = False, loader: bool = Fals
         skips: it leaves out the backward pass where there are no samples.
         loader: batches come from worker processes that read ahead.
     """
-    alone, plain = Net(), None
-    plain = sgd(alone)
+    single = Net()
+    plain = sgd(single)
     order = Shards(SAMPLES, BATCH, seed=3)
     for epoch in range(EPOCHS):
         for number, part in enumerate(order.epoch(epoch)):
-            step(alone, plain, x[part.indices], y[part.indices], number)
+            step(single, plain, x[part.indices], y[part.indices], number)
 
     net = Net()
     net, optimizer = hvd.distribute_optimizer(net, sgd(net))
@@ -92,7 +92,7 @@ def train(step: Callable[..., None], *, skips: bool = False, loader: bool = Fals
             assert skips or not loader
             step(net, optimizer, inputs, labels, number)
         hvd.average_metrics(1)  # a call of all ranks, whatever the last part has left
-    difference = distance(net, alone)
+    difference = distance(net, single)
     assert difference < 1e-12, (step.__name__, difference)
     hvd.check_replicas(net, optimizer)
 
@@ -100,9 +100,9 @@ def train(step: Callable[..., None], *, skips: bool = False, loader: bool = Fals
 def distance(net: torch.nn.Module, other: torch.nn.Module, hvd: CommonAdapter = hvd) -> float:
     """Return the largest difference between the parameters of a net and of one that is whole."""
     found = hvd.export_state(net, None).model  # all ranks: a strategy may hold them in parts
-    wanted = other.state_dict()
-    assert found.keys() == wanted.keys()
-    return max(float(abs(found[name] - value.numpy()).max()) for name, value in wanted.items())
+    expected = other.state_dict()
+    assert found.keys() == expected.keys()
+    return max(float(abs(found[name] - value.numpy()).max()) for name, value in expected.items())
 
 
 def loss_of(net: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -117,8 +117,8 @@ def backward(net: Any, inputs: torch.Tensor, labels: torch.Tensor, passes: int =
 
 def clip(net: Any) -> None:
     """Clip, by the way that a model has of which this rank holds a stage alone."""
-    own = getattr(net, "clip_grad_norm_", None)
-    own(0.1) if own else clip_grad_norm_(net.parameters(), 0.1)
+    method = getattr(net, "clip_grad_norm_", None)
+    method(0.1) if method else clip_grad_norm_(net.parameters(), 0.1)
 
 
 def clipped(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
@@ -184,6 +184,14 @@ def zeroed_by_the_model(net: Any, optimizer: Any, inputs: Any, labels: Any, numb
     optimizer.step()
 
 
+def zeroed_in_place(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
+    """By a module around the net, which a strategy knows nothing of."""
+    torch.nn.ModuleList([net]).zero_grad(set_to_none=False)
+    backward(net, inputs, labels)
+    clip(net)
+    optimizer.step()
+
+
 def two_passes(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
     optimizer.zero_grad()
     loss_of(net, inputs, labels).backward()
@@ -231,8 +239,8 @@ def adversarial() -> None:
         for part in parts:
             real = x[part.indices]
             first.zero_grad()
-            made = maker(real)
-            (discriminator(made.detach()).mean() - discriminator(real[:, :3]).mean()).backward()
+            fake = maker(real)
+            (discriminator(fake.detach()).mean() - discriminator(real[:, :3]).mean()).backward()
             first.step()
             second.zero_grad()
             (-discriminator(maker(real)).mean()).backward()
@@ -242,8 +250,8 @@ def adversarial() -> None:
         torch.manual_seed(5)
         return [torch.nn.Linear(5, 3).double(), torch.nn.Linear(3, 1).double()]
 
-    alone = networks()
-    run(*alone, sgd(alone[1]), sgd(alone[0]), Shards(SAMPLES, BATCH, seed=3).epoch(0))
+    single = networks()
+    run(*single, sgd(single[1]), sgd(single[0]), Shards(SAMPLES, BATCH, seed=3).epoch(0))
     other = adapter("pytorch", strategy)
     other.initialize()
     maker, discriminator = networks()
@@ -251,7 +259,7 @@ def adversarial() -> None:
     maker, second = other.distribute_optimizer(maker, sgd(maker))
     shards = other.shard_data(SAMPLES, global_batch=BATCH, seed=3)
     run(maker, discriminator, first, second, shards.epoch(0))
-    for mine, theirs in zip((maker, discriminator), alone, strict=True):
+    for mine, theirs in zip((maker, discriminator), single, strict=True):
         assert distance(mine, theirs, other) < 1e-12
     first.zero_grad()
     if size > 1 and not hvd.needs_empty_forward:
@@ -361,6 +369,7 @@ elif __name__ == "__main__":
     train(tail_dropped, skips=True)
     train(tail_dropped_later, skips=True)
     train(zeroed_by_the_model, skips=True)
+    train(zeroed_in_place, skips=True)
     train(two_passes)
     train(summed_together, skips=True)
     train(summed_beside_others)

@@ -72,8 +72,8 @@ def pytorch(hvd: CommonAdapter) -> None:
     hvd.broadcast_state(model, other)
     state = hvd.export_state(model, other)
     assert len(state.training) == 3 * 4  # step and two moments of four parameters
-    everyone = hvd.communicator.gather(state.model["0.weight"].tobytes())
-    assert everyone == [everyone[0]] * size
+    gathered = hvd.communicator.gather(state.model["0.weight"].tobytes())
+    assert gathered == [gathered[0]] * size
 
 
 def tensorflow(hvd: CommonAdapter) -> None:
