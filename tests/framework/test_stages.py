@@ -128,7 +128,7 @@ def test_the_bubble_by_formula_and_by_the_mean_step() -> None:
     adapter.world = World(0, 4, 0, 4, "h", 1, stages=4)
     split = StepSplit(steps=3, data=0.25, compute=2.0, communication=1.0, waiting=0.75)
     assert adapter.bubble(split) is None  # nothing was trained
-    adapter._replicas = [SimpleNamespace(most=7)]
+    adapter._gradient_sums = [SimpleNamespace(most=7)]
     assert adapter.bubble(split) == Bubble(4, 7, 0.3, 1.75 / 4)
     assert adapter.bubble(StepSplit(data=0.25, undivided=3.0)) == Bubble(4, 7, 0.3, None)
     assert adapter.bubble(None) == Bubble(4, 7, 0.3, None)

@@ -141,7 +141,7 @@ class Buckets:
         name: name of the optimizer, the same on all ranks.
         optimizer: the optimizer whose gradients are summed.
         sums: sums over all ranks, used only for these buckets.
-        rank: what depends on this rank.
+        hooks: functions of this rank.
         full: size in bytes from which on a bucket takes no further gradient.
     """
 
@@ -150,10 +150,10 @@ class Buckets:
         name: str,
         optimizer: torch.optim.Optimizer,
         sums: Sums,
-        rank: RankHooks,
+        hooks: RankHooks,
         full: int = BUCKET_BYTES,
     ) -> None:
-        self.sums, self.rank = sums, rank
+        self.sums, self.hooks = sums, hooks
         parameters = [value for value in parameters_of(optimizer) if value.requires_grad]
         kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in parameters]
         self.buckets = [
@@ -193,7 +193,7 @@ class Buckets:
     def _arrived(self, bucket: Bucket, index: int, _: torch.Tensor) -> None:
         if not self.summing:
             return
-        bucket.fill(index, self.rank.weight)
+        bucket.fill(index, self.hooks.weight)
         if not bucket.missing:
             self._start_full()
         self.sums.progress()
@@ -210,7 +210,7 @@ class Buckets:
     def _start(self, bucket: Bucket) -> None:
         if bucket is self.buckets[-1]:
             bucket.flat[-2:-1].fill_(float(self._holds_sums()))
-            bucket.flat[-1:].fill_(float(self.rank.stop_wanted()))
+            bucket.flat[-1:].fill_(float(self.hooks.stop_wanted()))
         bucket.handle = self.sums.start(bucket.flat, bucket.name)
 
     def _holds_sums(self) -> bool:
@@ -232,11 +232,11 @@ class Buckets:
             absent.append(missing - bucket.touched)
             for index in missing:
                 bucket.expect(index)
-                bucket.fill(index, self.rank.weight)
+                bucket.fill(index, self.hooks.weight)
             if bucket.handle is None:
                 self._start(bucket)
         started = time.perf_counter()
-        with self.rank.waits(SUM):
+        with self.hooks.waits(SUM):
             for bucket in self.buckets:
                 self.sums.wait(bucket.handle)
         self.blocked_seconds += time.perf_counter() - started
@@ -255,7 +255,7 @@ class Buckets:
         """
         self.whole()  # after an empty part, if several parts are accumulated
         self._summed = self._zeroed = False
-        self.awaited = empty and self.rank.may_skip() and torch.is_grad_enabled()
+        self.awaited = empty and self.hooks.may_skip() and torch.is_grad_enabled()
         for bucket in self.buckets if self.awaited else ():
             bucket.open()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -281,7 +281,7 @@ class Buckets:
             self.finish()
 
     def _before_step(self, *_: Any) -> None:
-        if not (self._summed or self.rank.may_skip()):
+        if not (self._summed or self.hooks.may_skip()):
             raise UsageError(
                 "optimizer.step() without a previous backward pass: with several optimizers every "
                 "rank must make all backward passes, even on a part without samples (its loss may "

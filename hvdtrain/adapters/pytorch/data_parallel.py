@@ -46,7 +46,7 @@ class DataParallelAdapter(SingleAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        return Replicas(model), optimizer
+        return AutocastDataParallel(model), optimizer
 
     @override
     def synchronize_batchnorm(self, task: Any) -> None:
@@ -58,7 +58,7 @@ class DataParallelAdapter(SingleAdapter):
         raise UsageError("--compile is not for --strategy data-parallel; use ddp")
 
 
-class Replicas(torch.nn.DataParallel[Any]):
+class AutocastDataParallel(torch.nn.DataParallel[Any]):
     """Copies of a model, which compute in the calling thread's autocast type.
 
     PyTorch's ``DataParallel`` passes to its threads whether autocast is enabled, not its type.

@@ -43,7 +43,7 @@ class DdpAdapter(PyTorchAdapter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._replicas: list[Any] = []  # gradient sums of each model
+        self._gradient_sums: list[Any] = []  # gradient sums of each model
         self._pass_due = False  # the current part is empty, and no pass was made so far
 
     @override
@@ -58,10 +58,10 @@ class DdpAdapter(PyTorchAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        replica = Replica(model, self)
-        self._replicas.append(replica)
+        wrapped = WeightedDdp(model, self)
+        self._gradient_sums.append(wrapped)
         optimizer.register_step_pre_hook(lambda *_: self._check_pass())
-        return replica, optimizer
+        return wrapped, optimizer
 
     @override
     def compile(self, task: Any) -> None:
@@ -76,15 +76,15 @@ class DdpAdapter(PyTorchAdapter):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for replica in self._replicas:
-                stack.enter_context(replica.no_sync())
+            for sums in self._gradient_sums:
+                stack.enter_context(sums.no_sync())
             yield
 
     @override
     def begin_part(self, shards: Shards, part: Part) -> None:
         self._check_pass()
         super().begin_part(shards, part)
-        self._pass_due = bool(self._replicas) and not part.count
+        self._pass_due = bool(self._gradient_sums) and not part.count
 
     def _check_pass(self) -> None:
         """Raise if the pass of an empty part was skipped: the next sums would be mixed up."""
@@ -101,7 +101,7 @@ class DdpAdapter(PyTorchAdapter):
     @property
     @override
     def gradient_sums(self) -> Sequence[GradientSums]:
-        return self._replicas
+        return self._gradient_sums
 
 
 class ModelSums:
@@ -126,7 +126,7 @@ class ModelSums:
         return bool(self.stops > 0)
 
 
-class Replica(ModelSums, DistributedDataParallel):
+class WeightedDdp(ModelSums, DistributedDataParallel):
     """A model whose gradients are those of the global batch when ``backward`` returns."""
 
     def __init__(self, model: torch.nn.Module, adapter: DdpAdapter) -> None:
@@ -196,9 +196,9 @@ def _silence_unused_warning(device: torch.device) -> None:
     the host wait for the GPU in each pass.)
     """
     layer = torch.nn.PReLU(device=device)  # one parameter, no random initialization
-    replica = DistributedDataParallel(layer, find_unused_parameters=True, init_sync=False)
+    wrapped = DistributedDataParallel(layer, find_unused_parameters=True, init_sync=False)
     with stderr.without(lambda _: True):
-        replica(torch.zeros(1, 1, device=device))
+        wrapped(torch.zeros(1, 1, device=device))
 
 
 def weigh(gradients: torch.Tensor, weight: float) -> None:

@@ -82,7 +82,7 @@ class FsdpAdapter(ShardedAdapter):
 
     @override
     def sum_shards(self, values: Any) -> Any:
-        if self._replicas:
+        if self._gradient_sums:
             with self.waits.during(SUM):
                 dist.all_reduce(values)
         return values
@@ -167,7 +167,7 @@ class RowsView(ShardedView):
 class Communication(UpdateSums):
     """Gathers the parameters of a model and sums its gradients, replacing FSDP's collectives.
 
-    FSDP2 calls ``gather`` and ``scatter`` for each unit, as ``AllGather`` and ``ReduceScatter``.
+    FSDP2 calls ``all_gather`` and ``reduce_scatter`` for each unit.
     """
 
     def __init__(self, model: Any, adapter: FsdpAdapter) -> None:
@@ -176,8 +176,8 @@ class Communication(UpdateSums):
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)  # the weights of the parts sum to 1
-                unit.set_custom_all_gather(UnitCollective(self.gather))  # type: ignore[arg-type]
-                unit.set_custom_reduce_scatter(UnitCollective(self.scatter))  # type: ignore[arg-type]
+                unit.set_custom_all_gather(UnitCollective(self.all_gather))  # type: ignore[arg-type]
+                unit.set_custom_reduce_scatter(UnitCollective(self.reduce_scatter))  # type: ignore[arg-type]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -188,12 +188,16 @@ class Communication(UpdateSums):
         finally:
             self.model.set_requires_gradient_sync(True)
 
-    def gather(self, whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Any:
+    def all_gather(
+        self, whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool
+    ) -> Any:
         """Gather the parameters of a unit."""
         with self.blocked(GATHERING):
             return all_gather(whole, part, group=group, async_op=async_op)
 
-    def scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Any, async_op: bool) -> Any:
+    def reduce_scatter(
+        self, part: torch.Tensor, whole: torch.Tensor, group: Any, async_op: bool
+    ) -> Any:
         """Sum the weighted gradients of a unit; each rank receives its rows."""
         self.adapter.note_pass()
         weigh(whole, self.adapter.part_weight)
@@ -210,9 +214,9 @@ class Communication(UpdateSums):
         return work
 
     @override
-    def end_update(self) -> None:
+    def before_step(self) -> None:
         self.messages, self._counted = self._counted, {"count": 0, "bytes": 0}
-        super().end_update()
+        super().before_step()
 
 
 class UnitCollective:

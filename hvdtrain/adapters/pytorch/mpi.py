@@ -56,7 +56,7 @@ class MpiAdapter(BucketedAdapter):
 class MpiSums(Sums):
     """Sums by MPI, which matches those of different ranks by order, on a separate communicator.
 
-    The buckets are of the 16-bit type ``half``, unless that is None.
+    ``half`` is the 16-bit type of the buckets; None: fp32 or fp64.
     """
 
     in_order = True

@@ -47,7 +47,7 @@ class PipelineAdapter(ShardedAdapter):
     name = "pipeline"
     evaluates_together = True
     communicator: TorchDistributed
-    copy: Subgroup  # the ranks that together hold one model, by stage
+    stage_group: Subgroup  # the ranks that together hold one model, by stage
     peers: Communicator  # the ranks of the same stage
 
     @override
@@ -60,7 +60,7 @@ class PipelineAdapter(ShardedAdapter):
         stages = self.comm_options.stages or world.size
         self.world = replace(world, stages=stages)
         all_ranks = range(world.size)
-        self.copy = self.communicator.split(
+        self.stage_group = self.communicator.split(
             [all_ranks[first : first + stages] for first in all_ranks[::stages]]
         )
         several = self.world.data_size > 1
@@ -118,7 +118,7 @@ class PipelineAdapter(ShardedAdapter):
             stages[self.world.stage],
             owners,
             self,
-            copy=self.copy,
+            stage_group=self.stage_group,
             peers=self.peers,
             micro_batches=self.micro_batches,
         )
@@ -127,15 +127,15 @@ class PipelineAdapter(ShardedAdapter):
 
     @override
     def sum_shards(self, values: Any) -> Any:
-        if self._replicas:
+        if self._gradient_sums:
             # The first stage to finish waits here for the backward passes of the others.
-            with self.waits.during(SUM), self._replicas[0].blocked():
-                self.copy.sum_tensor(values, "")
+            with self.waits.during(SUM), self._gradient_sums[0].blocked():
+                self.stage_group.sum_tensor(values, "")
         return values
 
     @override
     def bubble(self, split: StepSplit | None) -> Bubble | None:
-        number = max((pipeline.most for pipeline in self._replicas), default=0)
+        number = max((pipeline.most for pipeline in self._gradient_sums), default=0)
         if not number or self.world.stages == 1:
             return None
         parts = [split.data, split.compute, split.communication, split.waiting] if split else []
@@ -163,7 +163,7 @@ class StageView(ShardedView):
         digest = adapter.communicator.together(
             lambda: compare(adapter.peers, state, reason, when=when, ranks=same), alike=True
         )
-        stages = adapter.copy.gather(digest.encode())
+        stages = adapter.stage_group.gather(digest.encode())
         return hashlib.sha256(b"".join(stages)).hexdigest()
 
     @override
@@ -189,7 +189,7 @@ class StageView(ShardedView):
         for tensors in (state.model, state.training):
             arrays = {name: np.array(value) for name, value in tensors.items()}
             merged: Arrays = {}
-            for data in self.adapter.copy.gather(safetensors.numpy.save(arrays)):
+            for data in self.adapter.stage_group.gather(safetensors.numpy.save(arrays)):
                 merged |= safetensors.numpy.load(data)
             whole.append(merged)
         return Checkpoint({name: whole[0][name] for name in self.model.shapes}, whole[1])

@@ -66,7 +66,7 @@ class Pipeline(UpdateSums, Wrapper):
         layers: layers of this stage.
         owners: stage of each parameter and buffer, by name.
         adapter: adapter of this rank.
-        copy: the ranks that together hold the model, by stage.
+        stage_group: the ranks that together hold the model, by stage.
         peers: the ranks of the same stage.
         micro_batches: number of micro-batches per batch, at most one per sample.
 
@@ -84,13 +84,13 @@ class Pipeline(UpdateSums, Wrapper):
         owners: dict[str, int],
         adapter: ShardedAdapter,
         *,
-        copy: Subgroup,
+        stage_group: Subgroup,
         peers: Communicator,
         micro_batches: int,
     ) -> None:
         super().__init__()
         self.module, self.adapter = module, adapter
-        self._copy, self._peers, self._micro_batches = copy, peers, micro_batches
+        self._stage_group, self._peers, self._micro_batches = stage_group, peers, micro_batches
         self.stage, self.stages = adapter.world.stage, adapter.world.stages
         self.most = 0
         self._layers = tuple(layers)
@@ -170,15 +170,15 @@ class Pipeline(UpdateSums, Wrapper):
         """Return the output of the last stage, broadcast to all stages."""
         if self.stage + 1 == self.stages:
             whole = torch.cat([output.detach() for _, output in passes.kept])
-            others = [rank for rank in self._copy.ranks if rank != self._rank(0)]
+            others = [rank for rank in self._stage_group.ranks if rank != self._rank(0)]
             layout = self._sent_layout("result", passes, whole, others)
         else:
-            layout = self._layout("result", passes, self._copy.ranks[-1])
+            layout = self._layout("result", passes, self._stage_group.ranks[-1])
             whole = layout.empty(samples, self.adapter.device)
         sent = layout.message(whole)
         if self.stages > 1 and sent.numel():
             with self.blocked():
-                dist.broadcast(sent, src=self._copy.ranks[-1], group=self._copy.group)
+                dist.broadcast(sent, src=self._stage_group.ranks[-1], group=self._stage_group.group)
         return whole
 
     # Backward
@@ -280,7 +280,7 @@ class Pipeline(UpdateSums, Wrapper):
 
     def _rank(self, step: int) -> int:
         """Return the rank of the stage ``step`` after this one."""
-        return self._copy.ranks[self.stage + step]
+        return self._stage_group.ranks[self.stage + step]
 
     def _send(self, message: torch.Tensor, to: int) -> list[Any]:
         """Start sending; return the request, with the message to keep alive until it completes."""

@@ -73,7 +73,7 @@ class Piece:
 class UpdateSums(ModelSums):
     """Sums of a model whose strategy sums the stop requests before each update."""
 
-    def end_update(self) -> None:
+    def before_step(self) -> None:
         """Sum the stop requests; before an update, on all ranks."""
         # Not by torch.tensor(..., device=), which would synchronize with a GPU.
         self.stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
@@ -92,10 +92,10 @@ class ShardedAdapter(DdpAdapter):
 
     def register(self, optimizer: Any, sums: Any, view: ShardedView) -> None:
         """Use the ``sums`` of a distributed model before its updates, and the view of its state."""
-        self._replicas.append(sums)
+        self._gradient_sums.append(sums)
         self._views[view.model] = view
         optimizer.register_step_pre_hook(lambda *_: self._check_pass())
-        optimizer.register_step_pre_hook(lambda *_: sums.end_update())
+        optimizer.register_step_pre_hook(lambda *_: sums.before_step())
 
     def check_optimizer(self, model: Any, optimizer: Any, reason: str) -> None:
         """Raise ``UsageError`` if ``optimizer`` has a state, or parameters of another model."""

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners, buckets
 from hvdtrain.adapters.pytorch.adapter import parameters_of, tensor_of
-from hvdtrain.adapters.pytorch.ddp import Replica
+from hvdtrain.adapters.pytorch.ddp import WeightedDdp
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Checkpoint
@@ -75,9 +75,9 @@ class Share:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, adapter: ZeroAdapter, replica: Replica
+        self, optimizer: torch.optim.Optimizer, adapter: ZeroAdapter, ddp: WeightedDdp
     ) -> None:
-        self.replica, rank = replica, adapter.world.rank
+        self.ddp, rank = ddp, adapter.world.rank
         self.parameters = parameters_of(optimizer)
         sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
         self.owners = balanced_owners(sizes, adapter.world.size)
@@ -106,7 +106,7 @@ class Share:
             parameter.grad = gradient
         self._hidden = []
         before: tuple[Sequence[torch.Tensor], torch.Tensor, Any] | None = None
-        with self.replica.blocked(SUM):
+        with self.ddp.blocked(SUM):
             for bucket in self._buckets:
                 parameters = [self.parameters[index] for index in bucket]
                 message = torch.cat([parameter.flatten() for parameter in parameters])

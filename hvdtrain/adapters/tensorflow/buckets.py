@@ -36,7 +36,7 @@ class Buckets(GradientReduction):
     Args:
         name: name of the optimizer, the same on all ranks.
         reduce: function that sums a tensor over all ranks, under the same name on all of them.
-        rank: what depends on this rank; its weight is checked here, and used as ``self.weight``.
+        hooks: functions of this rank; its weight is checked here, and used as ``self.weight``.
         kind: 16-bit type in which gradients are sent and summed; None: that of the gradients. See
             ``adapters/pytorch/sums.py`` for overflows.
         full: size in bytes from which on a bucket takes no further gradient.
@@ -47,13 +47,13 @@ class Buckets(GradientReduction):
         self,
         name: str,
         reduce: Reduce,
-        rank: RankHooks,
+        hooks: RankHooks,
         *,
         kind: Any = None,
         full: int = BUCKET_BYTES,
         combine: Reduce | None = None,
     ) -> None:
-        self.name, self.reduce, self.rank = name, reduce, rank
+        self.name, self.reduce, self.hooks = name, reduce, hooks
         self.kind, self.full, self.combine = kind, full, combine
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
@@ -87,11 +87,11 @@ class Buckets(GradientReduction):
                 any gradient by zeros: the mean over no samples is not a number.
         """
         if weight is None:
-            self.rank.weight()  # raises if it is unknown
+            self.hooks.weight()  # raises if it is unknown
             weight = None if self._weighted else self.weight
             self._weighted = False
         # A traced function, which runs this code only once, counts its sums itself.
-        with self.rank.waits(SUM) if tf.executing_eagerly() else nullcontext():
+        with self.hooks.waits(SUM) if tf.executing_eagerly() else nullcontext():
             return self._sum(gradients, variables, weight)
 
     def _sum(self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any) -> list[Any]:
