@@ -142,10 +142,10 @@ class Comparison:
         """Reject methods whose files would replace those of another one: ``--x 1``, ``--x=1``."""
         by_name: dict[str, Method] = {}
         for method in (*self.methods, *recorded):
-            other = by_name.setdefault(method.name, method)
-            if other != method and other in self.methods:
+            namesake = by_name.setdefault(method.name, method)
+            if namesake != method and namesake in self.methods:
                 raise UsageError(
-                    f"--strategies {other.label!r}: the names of its files are those of "
+                    f"--strategies {namesake.label!r}: the names of its files are those of "
                     f"{method.label!r}; write its options as there, or use another --out"
                 )
 

@@ -217,8 +217,10 @@ def _with_message(line: str, following: Sequence[str]) -> str:
 
 def remedy_for(line: str) -> str:
     """Return the remedy for the error in ``line``."""
-    other = "see the log, which has every command and its output; please report it if it is unclear"
-    return next((remedy for text, remedy in _REMEDIES if re.search(text, line, re.I)), other)
+    default = (
+        "see the log, which has every command and its output; please report it if it is unclear"
+    )
+    return next((remedy for text, remedy in _REMEDIES if re.search(text, line, re.I)), default)
 
 
 RANKS = 2
