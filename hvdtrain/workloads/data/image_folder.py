@@ -219,12 +219,9 @@ def broken_files(files: Files, workers: int) -> list[int]:
 
 
 def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list[str]]:
-    """Remove the images that cannot be decoded.
+    """Return the images that can be decoded, and the names of the others.
 
     Since this is done before the training, each epoch still has every sample exactly once.
-
-    Returns:
-        The remaining images, and the names of the removed ones.
 
     Raises:
         UsageError: no image remains.
