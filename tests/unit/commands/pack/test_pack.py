@@ -26,6 +26,7 @@ from hvdtrain.workloads.data.image_folder import ImageFolder, load, without_brok
 from hvdtrain.workloads.data.packed import INDEX, WORK, Pack, PackIndex
 from hvdtrain.workloads.mnist import data as mnist
 from tests.conftest import error_of, flipped, unmeasured
+from tests.unit.workloads.data.test_image_folder import picture
 from tests.unit.workloads.mnist.test_data import write as write_mnist
 
 SHARED = Path(__file__).resolve().parents[5] / "shared" / "data"
@@ -375,17 +376,12 @@ def test_a_file_changed_during_packing_is_reported(
     assert_equal(load(folder)[1], load(tmp_path / "out")[1])
 
 
-def picture(path: Path, size: tuple[int, int], mode: str = "RGB") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.effect_noise(size, 60).convert(mode).save(path)
-
-
 def test_resize(tmp_path: Path) -> None:
     source = tmp_path / "in" / "train" / "ant"
-    picture(source / "a.jpg", (300, 200))
-    picture(source / "b.png", (90, 400), "RGBA")
-    picture(source / "c.jpg", (150, 220), "CMYK")
-    picture(source / "d.jpg", (64, 40), "L")
+    picture(source / "a.jpg", "RGB", (300, 200))
+    picture(source / "b.png", "RGBA", (90, 400))
+    picture(source / "c.jpg", "CMYK", (150, 220))
+    picture(source / "d.jpg", "L", (64, 40))
     whole, small = packed(tmp_path / "in", tmp_path / "whole"), tmp_path / "small"
     packed(tmp_path / "in", small, resize=50)
     train = load(small)[0]
@@ -411,7 +407,7 @@ def test_resize(tmp_path: Path) -> None:
 def test_broken_images_are_skipped_as_in_the_folder(tmp_path: Path) -> None:
     source = tmp_path / "in"
     for number in range(6):
-        picture(source / "train" / "ab"[number % 2] / f"{number}.jpg", (40, 30))
+        picture(source / "train" / "ab"[number % 2] / f"{number}.jpg")
     for name in ("a/2.jpg", "b/5.jpg"):
         (source / "train" / name).write_bytes(b"\xff\xd8broken")
     packed(source, tmp_path / "out")
