@@ -46,10 +46,7 @@ NAME = re.compile(PREFIX + r"([0-9]+)(?:\+([0-9]+))?")
 def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write ``checkpoint`` under ``directory`` and delete all but the newest ``keep`` and the best.
 
-    Call it on one rank only (see ``Adapter.save_checkpoint``).
-
-    Returns:
-        The directory of the new checkpoint.
+    Returns its directory. Call it on one rank only (see ``Adapter.save_checkpoint``).
 
     Raises:
         CheckpointError: it cannot be written, e.g. the disk is full; earlier ones are intact.
@@ -85,8 +82,7 @@ def begin(directory: Path, step: int) -> Path:
 def commit(partial: Path, files: list[Written], state: State, keep: int) -> Path:
     """Complete the checkpoint in ``partial`` with its ``files``, rename it, and delete old ones.
 
-    Returns:
-        The directory of the new checkpoint.
+    Returns its directory.
 
     Raises:
         CheckpointError: it cannot be written; earlier checkpoints are intact.
@@ -261,8 +257,7 @@ def prune(directory: Path, keep: int, saved: str) -> None:
 def set_aside(directory: Path) -> Path | None:
     """Move all checkpoints into a new subdirectory, so that a new training does not resume them.
 
-    Returns:
-        The subdirectory, or None if there was nothing to move.
+    Returns the subdirectory, or None if there was nothing to move.
     """
     names = _names(directory)
     if not names:

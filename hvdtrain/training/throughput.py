@@ -60,7 +60,7 @@ class Clock:
     seconds: list[float] = field(default_factory=list)
     images: list[int] = field(default_factory=list)
     data: list[float] = field(default_factory=list)  # seconds of the wait for the batch
-    blocked: list[float | None] = field(default_factory=list)  # by other ranks; None: unknown
+    blocked: list[float] = field(default_factory=list)  # seconds, by other ranks; nan: unknown
     processor: list[float] = field(default_factory=list)  # seconds of all threads of this process
     left_out: set[int] = field(default_factory=set)
     started: float = field(default_factory=lambda: psutil.Process().create_time())
@@ -112,7 +112,7 @@ class Clock:
         self.images.append(images)
         self.data.append(self._fetching)
         if blocked is None:
-            self.blocked.append(None)
+            self.blocked.append(np.nan)
         else:
             self.blocked.append(blocked - self._blocked_before + self._meeting)
             self._blocked_before = blocked
@@ -177,8 +177,7 @@ class Clock:
 
     def step_split(self, communicator: Communicator) -> StepSplit | None:
         """Return the split of the mean counted step; all ranks must call it."""
-        blocked = [np.nan if seconds is None else seconds for seconds in self.blocked]
-        steps = zip(self.seconds, self.data, blocked, strict=True)
+        steps = zip(self.seconds, self.data, self.blocked, strict=True)
         rows = list(itertools.compress(steps, self._counted()))
         mine = np.array(rows[-MOST:], np.float64).reshape(-1, 3)
         ranks = [np.frombuffer(row).reshape(-1, 3) for row in communicator.gather(mine.tobytes())]

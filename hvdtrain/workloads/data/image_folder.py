@@ -39,8 +39,8 @@ SYNTHETIC_SAMPLES, SYNTHETIC_CLASSES, SYNTHETIC_POOL = 1_281_167, 1000, 32
 
 
 @dataclass(frozen=True)
-class ImageOptions(Options):
-    """Options of image folders."""
+class SyntheticOptions(Options):
+    """Options of a task whose speed is measured on random images, too."""
 
     EITHER: ClassVar = (*Options.EITHER, ("synthetic", "data"))
 
@@ -50,6 +50,12 @@ class ImageOptions(Options):
         bool,
         group=TASK_OPTIONS,
     )
+
+
+@dataclass(frozen=True)
+class ImageOptions(SyntheticOptions):
+    """Options of image folders."""
+
     image_size: int = option(224, "height and width of the images in pixels", positive)
     skip_broken: bool = option(False, "skip and count images that cannot be decoded", bool)
 
@@ -219,12 +225,9 @@ def broken_files(files: Files, workers: int) -> list[int]:
 
 
 def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list[str]]:
-    """Remove the images that cannot be decoded.
+    """Return the images that can be decoded, and the names of the others.
 
     Since this is done before the training, each epoch still has every sample exactly once.
-
-    Returns:
-        The remaining images, and the names of the removed ones.
 
     Raises:
         UsageError: no image remains.

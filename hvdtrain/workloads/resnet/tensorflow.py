@@ -19,13 +19,8 @@ from hvdtrain.workloads.resnet.task import DEVIATION, MEAN, RESIZE
 def random_crop(encoded: Any, seed: Any, size: int) -> Any:
     """Return a random window (8 to 100 % of the area) of the image, resized and randomly flipped.
 
-    Args:
-        encoded: the bytes of a JPEG or PNG file, a string tensor.
-        seed: int64, shape (2,); the same seed gives the same pixels.
-        size: side of the result, in pixels.
-
-    Returns:
-        uint8, shape (size, size, 3).
+    The bytes of a JPEG or PNG file, a string tensor, become uint8 of shape (size, size, 3), a
+    function of ``seed``, int64 of shape (2,).
     """
 
     def window(shape: Any) -> Any:

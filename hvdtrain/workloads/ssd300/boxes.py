@@ -28,11 +28,10 @@ DETECTIONS = 100  # maximum number per image
 
 
 def default_boxes() -> torch.Tensor:
-    """Return the 8,732 default boxes as fractions of the image, float64.
+    """Return the default boxes as fractions of the image, float64, shape (8732, 4).
 
-    Returns:
-        Centre x, centre y, width and height, shape (8732, 4), by map, row, column and shape,
-        clipped to the image.
+    They are centre x, centre y, width and height, by map, row, column and shape, clipped to the
+    image.
     """
     boxes = []
     for level, (cells, step) in enumerate(zip(GRIDS, STEPS, strict=True)):
@@ -148,15 +147,10 @@ class MultiboxLoss:
 def detect(
     output: torch.Tensor, defaults: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the detections of an image.
+    """Return the detections of an image: their corners, classes and scores, the best first.
 
-    Args:
-        output: output of the network for it, shape (d, 4 + classes), see ``MultiboxLoss``.
-        defaults: see ``default_boxes``.
-
-    Returns:
-        Corners within the image, as fractions, shape (n, 4); classes from 1 and scores, shape
-        (n,), the best first; n is at most 100.
+    Corners are within the image, as fractions, shape (n, 4); classes are from 1, shape (n,); n is
+    at most 100. The shape of ``output`` is (d, 4 + classes), see ``MultiboxLoss``.
     """
     boxes = decode(output[:, :4], defaults.to(output)).clamp(0, 1)
     scores = output[:, 4:].softmax(-1)[:, 1:].T  # classes, default boxes
@@ -170,14 +164,9 @@ def detect(
 
 
 def suppress(boxes: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Return which boxes remain after non-maximum suppression.
+    """Return which ``valid`` boxes remain after non-maximum suppression, shape (classes, n).
 
-    Args:
-        boxes: corners, of each class by decreasing score, shape (classes, n, 4).
-        valid: whether to consider each box, shape (classes, n).
-
-    Returns:
-        Whether each box remains, shape (classes, n).
+    The ``boxes`` are corners, of each class by decreasing score, shape (classes, n, 4).
     """
     overlaps = iou(boxes, boxes) > OVERLAP
     kept = valid.clone()

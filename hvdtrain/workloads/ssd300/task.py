@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from hvdtrain.config.declare import option
-from hvdtrain.config.options import TASK_OPTIONS, Options
 from hvdtrain.errors import UsageError
 from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.data import coco
-from hvdtrain.workloads.data.image_folder import broken_files
+from hvdtrain.workloads.data.image_folder import SyntheticOptions, broken_files
 
 LR = LearningRates(sgd=2.6e-3, adam=1e-4, adamw=1e-4)
 
@@ -68,18 +67,11 @@ examples:
 
 
 @dataclass(frozen=True)
-class DetectorOptions(Options):
+class DetectorOptions(SyntheticOptions):
     """Options of the training of a detector."""
 
-    EITHER: ClassVar = (*Options.EITHER, ("synthetic", "data"))
     ALIASES: ClassVar = ALIASES
 
-    synthetic: bool = option(
-        False,
-        "measure throughput on random images (default without --data)",
-        bool,
-        group=TASK_OPTIONS,
-    )
     skip_broken: bool = option(
         False, "skip and count images that are missing or cannot be decoded", bool
     )

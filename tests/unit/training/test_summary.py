@@ -38,40 +38,36 @@ SHOWN = {"accuracy": "99.12 %"}
 RATES = [0.7, 20_000.0, 20_500.0]  # one slow step: the deviation is as large as the mean
 
 
+def table_of(
+    rates: list[float] = RATES, measured: dict[str, str] = SHOWN, **changes: Any
+) -> dict[str, str]:
+    return dict(rows(replace(SUMMARY, **changes), rates, measured))
+
+
 def test_the_table() -> None:
-    table = dict(rows(SUMMARY, RATES, SHOWN))
+    table = table_of()
     assert table["trained"] == "12,345 images in 1,200 steps, 6 whole epochs"
     assert table["training loss"] == "0.1234"
     assert table["test accuracy"] == "99.12 % of 10,000"
     assert table["images/s"] == "20,000.0 in the median step, 0.7 to 20,500.0; all ranks"
-    assert "checkpoint" not in table
-    assert (
-        dict(rows(replace(SUMMARY, checkpoint="/c/step-1"), RATES, SHOWN))["checkpoint"]
-        == "/c/step-1"
-    )
-    recorded = dict(rows(replace(SUMMARY, timeline="t.json"), RATES, SHOWN))
+    assert not {"checkpoint", "bubble", "GPUs"} & table.keys()
+    assert table_of(checkpoint="/c/step-1")["checkpoint"] == "/c/step-1"
+    recorded = table_of(timeline="t.json")
     assert recorded["timeline"] == "t.json"
     assert recorded["images/s"].endswith(", without the steps recorded")
-    nothing = replace(SUMMARY, timeline="t.json")
-    assert dict(rows(nothing, [], SHOWN))["images/s"] == "- (steps recorded)"
+    assert table_of([], timeline="t.json")["images/s"] == "- (steps recorded)"
 
 
 def test_the_table_of_other_samples_and_metrics() -> None:
-    table = dict(rows(replace(SUMMARY, unit="patients"), RATES, {"r2": "0.4512", "map": "0.2000"}))
+    table = table_of(RATES, {"r2": "0.4512", "map": "0.2000"}, unit="patients")
     assert (table["test r2"], table["test map"]) == ("0.4512 of 10,000", "0.2000 of 10,000")
     assert table["trained"].startswith("12,345 patients in")
     assert "patients/s" in table and "test accuracy" not in table
 
 
 def test_the_table_without_evaluation_and_without_a_step() -> None:
-    empty = Summary(
-        samples_trained=0,
-        steps_completed=0,
-        epochs_completed=0,
-        seconds_total=1.0,
-        stopped=Stopped.PREEMPTED,
-    )
-    table = dict(rows(empty, [], {"accuracy": "-"}))
+    values = {"train_loss": None, "eval_loss": None, "stopped": Stopped.PREEMPTED}
+    table = table_of([], {"accuracy": "-"}, **values, samples_trained=0, steps_completed=0)
     assert table["training loss"] == table["test loss"] == table["test accuracy"] == "-"
     assert table["stopped"] == "preempted and saved: run the same command again to continue"
 
@@ -168,18 +164,13 @@ def test_values_of_nvml_for_gpus(
 
 
 def test_the_table_of_gpus() -> None:
-    gpus = replace(
-        SUMMARY, utilisation_mean=0.93, peak_memory_bytes=3 * 2**29, joules_per_image=0.1234
-    )
-    shown = dict(rows(gpus, RATES, SHOWN))["GPUs"]
-    assert shown == "93 % busy, at most 1.5 GiB each, 0.123 J for each of the images"
+    table = table_of(utilisation_mean=0.93, peak_memory_bytes=3 * 2**29, joules_per_image=0.1234)
+    assert table["GPUs"] == "93 % busy, at most 1.5 GiB each, 0.123 J for each of the images"
 
 
 def test_the_bubble_of_a_pipeline() -> None:
     bubble = Bubble(stages=2, micro_batches=8, formula=1 / 9, measured=0.25)
-    table = dict(rows(replace(SUMMARY, bubble=bubble), RATES, SHOWN))
-    assert table["bubble"] == "25 % of a step, 11 % by formula (2 stages, 8 micro-batches)"
+    shown = "25 % of a step, 11 % by formula (2 stages, 8 micro-batches)"
+    assert table_of(bubble=bubble)["bubble"] == shown
     unknown = replace(bubble, micro_batches=1, formula=0.5, measured=None)
-    table = dict(rows(replace(SUMMARY, bubble=unknown), RATES, SHOWN))
-    assert table["bubble"] == "50 % by formula (2 stages, 1 micro-batch)"
-    assert "bubble" not in dict(rows(SUMMARY, RATES, SHOWN))
+    assert table_of(bubble=unknown)["bubble"] == "50 % by formula (2 stages, 1 micro-batch)"

@@ -21,14 +21,13 @@ from hvdtrain import cli
 from hvdtrain.commands.pack.packing import Packing
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.workloads.data.files import PackedFiles, open_split, read_file
+from hvdtrain.workloads.data.files import Files, PackedFiles, open_split, read_file
 from hvdtrain.workloads.data.image_folder import ImageFolder, load, without_broken
 from hvdtrain.workloads.data.packed import INDEX, WORK, Pack, PackIndex
 from hvdtrain.workloads.mnist import data as mnist
-from tests.conftest import error_of, flipped, unmeasured
+from tests.conftest import SHARED, error_of, flipped, unmeasured
+from tests.unit.workloads.data.test_image_folder import picture
 from tests.unit.workloads.mnist.test_data import write as write_mnist
-
-SHARED = Path(__file__).resolve().parents[5] / "shared" / "data"
 
 
 def fill(root: Path, names: dict[str, bytes]) -> Path:
@@ -65,16 +64,23 @@ def bytes_of(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(out.iterdir()) if path.is_file()}
 
 
+def assert_same_files(expected: Files | None, actual: Files | None) -> None:
+    assert expected is not None
+    assert actual is not None
+    assert list(expected.names) == list(actual.names)
+    assert (expected.digest, len(expected)) == (actual.digest, len(actual))
+    for index in range(len(expected)):
+        with expected.open(index) as file, actual.open(index) as same:
+            assert file.read() == same.read()
+
+
 def assert_equal(expected: ImageFolder | None, actual: ImageFolder | None) -> None:
     assert expected is not None
     assert actual is not None
-    assert list(expected.files.names) == list(actual.files.names)
+    assert_same_files(expected.files, actual.files)
     assert expected.labels.tolist() == actual.labels.tolist()
     assert (expected.labels.dtype, expected.classes) == (actual.labels.dtype, actual.classes)
-    assert (expected.digest, expected.files.digest) == (actual.digest, actual.files.digest)
-    for index in range(len(expected.files)):
-        with expected.files.open(index) as file, actual.files.open(index) as same:
-            assert file.read() == same.read()
+    assert expected.digest == actual.digest
 
 
 def test_the_samples_are_those_of_the_folder(folder: Path, tmp_path: Path) -> None:
@@ -375,17 +381,12 @@ def test_a_file_changed_during_packing_is_reported(
     assert_equal(load(folder)[1], load(tmp_path / "out")[1])
 
 
-def picture(path: Path, size: tuple[int, int], mode: str = "RGB") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.effect_noise(size, 60).convert(mode).save(path)
-
-
 def test_resize(tmp_path: Path) -> None:
     source = tmp_path / "in" / "train" / "ant"
-    picture(source / "a.jpg", (300, 200))
-    picture(source / "b.png", (90, 400), "RGBA")
-    picture(source / "c.jpg", (150, 220), "CMYK")
-    picture(source / "d.jpg", (64, 40), "L")
+    picture(source / "a.jpg", "RGB", (300, 200))
+    picture(source / "b.png", "RGBA", (90, 400))
+    picture(source / "c.jpg", "CMYK", (150, 220))
+    picture(source / "d.jpg", "L", (64, 40))
     whole, small = packed(tmp_path / "in", tmp_path / "whole"), tmp_path / "small"
     packed(tmp_path / "in", small, resize=50)
     train = load(small)[0]
@@ -411,7 +412,7 @@ def test_resize(tmp_path: Path) -> None:
 def test_broken_images_are_skipped_as_in_the_folder(tmp_path: Path) -> None:
     source = tmp_path / "in"
     for number in range(6):
-        picture(source / "train" / "ab"[number % 2] / f"{number}.jpg", (40, 30))
+        picture(source / "train" / "ab"[number % 2] / f"{number}.jpg")
     for name in ("a/2.jpg", "b/5.jpg"):
         (source / "train" / name).write_bytes(b"\xff\xd8broken")
     packed(source, tmp_path / "out")
@@ -424,19 +425,12 @@ def test_broken_images_are_skipped_as_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_coco(tmp_path: Path) -> None:
-    if not (SHARED / "bccd").is_dir():
-        pytest.skip("../shared/data/bccd does not exist")
-    bccd = SHARED / "bccd"
+    bccd = SHARED / "data" / "bccd"
+    if not bccd.is_dir():
+        pytest.skip(f"{bccd} does not exist")
     packed(bccd, tmp_path / "out", size=2**20)
     for split in ("train2017", "val2017"):
-        expected, actual = open_split(bccd, split), open_split(tmp_path / "out", split)
-        assert expected is not None
-        assert actual is not None
-        assert list(expected.names) == list(actual.names)
-        assert (expected.digest, len(expected)) == (actual.digest, len(actual))
-        for index in range(len(expected)):
-            with expected.open(index) as file, actual.open(index) as same:
-                assert file.read() == same.read()
+        assert_same_files(open_split(bccd, split), open_split(tmp_path / "out", split))
         name = f"annotations/instances_{split}.json"
         assert read_file(bccd, name) == read_file(tmp_path / "out", name)
     assert open_split(tmp_path / "out", "test2017") is open_split(bccd, "test2017") is None

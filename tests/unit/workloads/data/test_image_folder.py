@@ -16,10 +16,10 @@ from hvdtrain.workloads.data.image_folder import decoding_error, load, scan, wit
 from tests.conftest import error_of
 
 
-def picture(path: Path, mode: str = "RGB", side: int = 24) -> Path:
+def picture(path: Path, mode: str = "RGB", size: tuple[int, int] = (24, 24)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     bands = len(Image.new(mode, (1, 1)).getbands())
-    pixels = np.random.default_rng(1).integers(0, 256, (side, side, bands), np.uint8)
+    pixels = np.random.default_rng(1).integers(0, 256, (*size[::-1], bands), np.uint8)
     Image.fromarray(pixels.squeeze(), mode).save(path)
     return path
 
