@@ -228,7 +228,7 @@ def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Allredu
             table = [AllreduceTime(ranks, int(row["bytes"]), float(row["seconds"])) for row in rows]
         except OSError as error:
             raise UsageError(f"--allreduce {path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise UsageError(
                 f"--allreduce {path}: not a table of allreduce times ({error!r}); create one with "
                 "`hvdtrain doctor -n N --json`"

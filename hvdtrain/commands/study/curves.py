@@ -40,6 +40,8 @@ class _Line:
     """The numbers in a line of a ``--metrics`` file."""
 
     step: float | None = None
+    epoch: int | None = None
+    elapsed: float | None = None
     loss: float | None = None
     step_loss: float | None = None
     eval_loss: float | None = None
@@ -127,7 +129,7 @@ def evaluations(curves: TrainingCurves, metric: str) -> list[Evaluation]:
     return [
         Evaluation(int(record["epoch"]) + 1, float(record["elapsed"]), float(record[key]))
         for record in curves.epochs
-        if record.get("elapsed") is not None and record.get(key) is not None
+        if all(record.get(name) is not None for name in ("epoch", "elapsed", key))
     ]
 
 

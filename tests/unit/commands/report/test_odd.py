@@ -41,6 +41,8 @@ GOOD = {
 LINES = {
     "garbage\n": "line 2: ",
     step(2, loss="x"): "line 2: loss: expected `float | null`",
+    step(2, epoch={}): "line 2: epoch: expected `int | null`",
+    step(2, elapsed=[1]): "line 2: elapsed: expected `float | null`",
     step(None): "line 2: missing step",
     step("2"): "line 2: step: expected `float | null`",
     step(float("inf")): "line 2: ",
