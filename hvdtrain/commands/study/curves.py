@@ -112,6 +112,9 @@ def read_curves(path: Path, shown: Path | None = None) -> TrainingCurves | None:
             step = typed(_Line, record).step
             if step is None:
                 raise ValueError("missing step")
+            for name, value in record.items():
+                if name.startswith("eval_") and not isinstance(value, float | int | None):
+                    raise ValueError(f"{name} is not a number")
             # A resumed run repeats steps: the last record of a step counts.
             kinds[record["kind"]][int(step)] = record
         except (ValueError, OverflowError, RecursionError) as error:

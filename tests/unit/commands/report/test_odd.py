@@ -48,6 +48,7 @@ LINES = {
     step(float("inf")): "line 2: ",
     '{"kind": "step", "step": 1e999}\n': "line 2: ",
     "[1]\n": "line 2: not a training record",
+    '{"kind": "epoch", "step": 2, "eval_r2": [1]}\n': "line 2: eval_r2 is not a number",
     '{"kind": [1], "step": 2}\n': "line 2: not a training record",
 }
 # Keys of a summary, alone or in a line of a study.
