@@ -118,7 +118,9 @@ class Job:
     nodes: int = option(1, "number of nodes", positive, group=GROUPS[0], metavar="M")
     ppn: int | None = _resource("number of ranks per node (its GPUs, or 1)", positive, metavar="K")
     walltime: int | None = _resource("time limit of the job", clock, metavar="H:MM:SS")
-    threads: int | None = _resource("number of cores per rank (1)", positive, metavar="T")
+    threads: int | None = _resource(
+        "number of cores per rank (default: 1; with whole nodes its share)", positive, metavar="T"
+    )
     gpus_per_node: int | None = _resource(
         "number of GPUs per node (the site's)", count, metavar="G"
     )
@@ -148,7 +150,7 @@ class Job:
         "line of shell to run before the command; may be repeated", setup_line, metavar="LINE"
     )
     var: tuple[tuple[str, str], ...] = _repeated(
-        "default of $NAME in the command, which qsub -v can change; may be repeated",
+        "default of $NAME in the command, changed by qsub -v or sbatch --export; may be repeated",
         variable,
         metavar="NAME=VALUE",
     )
