@@ -9,6 +9,7 @@ micro-batch twice, and after the first stage uninitialized memory.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from hvdtrain.steps.sharding import bounds
 from hvdtrain.system.runtime.waits import SUM
 
 FORWARD = "the forward pass through the stages"
+HEADER = 256  # bytes of the message that describes a layout
 
 
 @dataclass(frozen=True)
@@ -306,18 +308,22 @@ class Pipeline(UpdateSums, Wrapper):
         key = role, passes.kind
         if key not in self._layouts:
             self._layouts[key] = layout = Layout.of(value)
+            kind = str(layout.dtype).removeprefix("torch.")
+            # JSON, since a pickle that is received could execute anything.
+            header = json.dumps([layout.shape, kind, layout.channels_last]).encode().ljust(HEADER)
             for rank in to:
-                dist.send_object_list([layout], rank, device=torch.device("cpu"))
+                dist.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), rank)
         return self._layouts[key]
 
     def _layout(self, role: str, passes: Passes, source: int) -> Layout:
         """Return the layout of messages from the rank ``source``, which sends it once."""
         key = role, passes.kind
         if key not in self._layouts:
-            received: list[Any] = [None]
+            header = torch.empty(HEADER, dtype=torch.uint8)
             with self.blocked():
-                dist.recv_object_list(received, source, device=torch.device("cpu"))
-            self._layouts[key] = received[0]
+                dist.recv(header, source)
+            shape, kind, last = json.loads(header.numpy().tobytes())
+            self._layouts[key] = Layout(tuple(shape), getattr(torch, kind), last)
         return self._layouts[key]
 
 
