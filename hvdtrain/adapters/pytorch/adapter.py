@@ -1,4 +1,7 @@
-"""Steps 2, 6 and 7 for PyTorch: devices, and state of model and optimizer as arrays."""
+"""Steps 2, 6 and 7 for PyTorch: devices, and state of model and optimizer as arrays.
+
+Precision, clipping and accumulation are in ``tasks/training_step_pytorch.py``.
+"""
 
 from __future__ import annotations
 

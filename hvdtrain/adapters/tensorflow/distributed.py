@@ -12,7 +12,7 @@ from typing import Any
 
 
 class GradientReduction(ABC):
-    """GradientReduction of the gradients of one optimizer, inside a traced function or outside."""
+    """Reduction of the gradients of one optimizer, inside a traced function or outside."""
 
     @abstractmethod
     def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

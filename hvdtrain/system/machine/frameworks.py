@@ -5,6 +5,7 @@ Versions are read from small files, as an import takes seconds and may initializ
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import re
@@ -71,10 +72,11 @@ def find_torch() -> Torch | None:
     root = find_module("torch")
     if root is None or not (root / "version.py").is_file():
         return None
-    facts = constants((root / "version.py").read_text())
+    facts = literals((root / "version.py").read_text())
+    version = str(facts.get("__version__", "unknown"))
     cuda = facts.get("cuda")  # None in a CPU build
     identity = f"cuda={cuda} hip={facts.get('hip')} commit={facts.get('git_version')}"
-    return Torch(facts.get("__version__", "unknown"), cuda or None, identity, root)
+    return Torch(version, str(cuda) if cuda else None, identity, root)
 
 
 def find_tensorflow() -> TensorFlow | None:
@@ -99,6 +101,16 @@ def versions(*names: str) -> dict[str, str]:
     return installed
 
 
-def constants(source: str) -> dict[str, str]:
-    """Return the texts assigned to module-level names of ``source``, by name."""
-    return dict(re.findall(r"""^(\w+)(?:: [\w\[\]]+)? = ['"](.*)['"]$""", source, re.MULTILINE))
+def literals(source: str) -> dict[str, object]:
+    """Return the module-level constants of ``source`` by name, however they are annotated."""
+    constants: dict[str, object] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets, value = [node.target], node.value
+        else:
+            continue
+        if isinstance(targets[0], ast.Name) and isinstance(value, ast.Constant):
+            constants[targets[0].id] = value.value
+    return constants

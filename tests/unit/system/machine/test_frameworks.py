@@ -49,5 +49,7 @@ def test_a_script_of_the_same_name_is_not_the_package(packages: Path) -> None:
 
 def test_torch_version_is_read_without_importing_it() -> None:
     source = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\ngit_version = 'abc'\nx = f()"
-    assert frameworks.constants(source) == {"__version__": "2.13.0+cpu", "git_version": "abc"}
-    assert frameworks.constants("cuda: Optional[str] = '13.0'\n") == {"cuda": "13.0"}
+    facts = {"__version__": "2.13.0+cpu", "cuda": None, "git_version": "abc"}
+    assert frameworks.literals(source) == facts
+    for annotation in ("Optional[str]", "str | None", "Final"):
+        assert frameworks.literals(f"cuda: {annotation} = '13.0'  # x\n") == {"cuda": "13.0"}
