@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Shards
 from hvdtrain.steps.world import World
+
+if TYPE_CHECKING:
+    from hvdtrain.adapters.save import Save
 
 JsonValues = dict[str, Any]
 """JSON values by name, as the ``state`` of a checkpoint has them."""
@@ -121,6 +124,30 @@ class Adapter(ABC):
             HvdtrainError: on every rank, naming the ranks whose state differs afterwards.
         """
 
+    @overload
+    def save_checkpoint(
+        self,
+        directory: Path | str,
+        model: Any,
+        optimizer: Any,
+        *,
+        state: JsonValues,
+        keep: int = 3,
+        wait: Literal[True] = True,
+    ) -> Path: ...
+
+    @overload
+    def save_checkpoint(
+        self,
+        directory: Path | str,
+        model: Any,
+        optimizer: Any,
+        *,
+        state: JsonValues,
+        keep: int = 3,
+        wait: Literal[False],
+    ) -> Save: ...
+
     @abstractmethod
     def save_checkpoint(
         self,
@@ -130,7 +157,8 @@ class Adapter(ABC):
         *,
         state: JsonValues,
         keep: int = 3,
-    ) -> Path:
+        wait: bool = True,
+    ) -> Path | Save:
         """Step 7: write a checkpoint atomically; all ranks call it.
 
         Rank 0 writes; with ``zero`` and ``fsdp`` every rank, with ``pipeline`` the first group.
@@ -142,9 +170,17 @@ class Adapter(ABC):
             state: JSON values to restore; ``step`` is required: a count that grows from save to
                 save (updates or epochs), largest in the newest checkpoint.
             keep: number of recent checkpoints to keep, in addition to the best.
+            wait: whether to wait for the disk. If not, the state is copied to host memory and
+                written in the background; a previous save is waited for.
+
+        Returns:
+            The directory of the checkpoint, or without ``wait`` the ``Save``: call its ``done()``
+            after updates, and its ``wait()`` before the program ends. A checkpoint that was not
+            completed by one of them, or by the next save, is lost.
 
         Raises:
-            CheckpointError: on every rank, if any rank could not write.
+            CheckpointError: on every rank, if any rank could not write; without ``wait`` it is
+                raised by ``Save.wait``, or by the next save.
         """
 
     @abstractmethod

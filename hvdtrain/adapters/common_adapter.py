@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import override
 
@@ -52,8 +52,15 @@ class GradientSums(Protocol):
         """``count`` and ``bytes`` of the messages of a step; None: unknown."""
 
     @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank had ``stop_wanted`` at the last step; the same answer on all ranks."""
+    def flags(self) -> Flags:
+        """The flags of all ranks at the last step: whether any rank had set it."""
+
+
+class Flags(NamedTuple):
+    """What a rank sends with the gradients of each step; the sum is positive if any has set it."""
+
+    stop: bool  # it wants to stop
+    saving: bool  # it is still writing its part of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -62,14 +69,14 @@ class RankHooks:
 
     Attributes:
         weight: factor of this rank's gradients in this pass; 0 replaces any value by zero.
-        stop_wanted: whether this rank wants to stop.
+        flags: the flags of this rank.
         waits: context of a wait for the other ranks, by the name of the call.
         may_skip: whether a rank with an empty part may skip its backward pass (only with one
             optimizer).
     """
 
     weight: Callable[[], float]
-    stop_wanted: Callable[[], bool] = lambda: False
+    flags: Callable[[], Flags] = lambda: Flags(stop=False, saving=False)
     waits: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
     may_skip: Callable[[], bool] = lambda: True
 
@@ -158,10 +165,20 @@ class CommonAdapter(StateAdapter):
     # Results of the gradient sums
 
     @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank had ``stop_wanted`` at the last step; the same answer on all ranks."""
-        sums = self.gradient_sums
-        return any(optimizer.stop_agreed for optimizer in sums) if sums else self.stop_wanted
+    def flags(self) -> Flags:
+        """The flags of this rank."""
+        return Flags(self.stop_wanted, self.is_saving)
+
+    @property
+    def flags_agreed(self) -> Flags:
+        """For each flag, whether any rank had set it at the last step; equal on all ranks."""
+        agreed = [optimizer.flags for optimizer in self.gradient_sums] or [self.flags]
+        return Flags(*map(any, zip(*agreed, strict=True)))
+
+    @property
+    @override
+    def saving_agreed(self) -> bool:
+        return self.flags_agreed.saving
 
     @property
     def blocked_seconds(self) -> float | None:

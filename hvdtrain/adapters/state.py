@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,13 +15,24 @@ from typing import Any
 from typing_extensions import override
 
 from hvdtrain.adapters.base import Adapter, JsonValues
-from hvdtrain.adapters.state_view import StateView, buffers_of_rank, gather_buffers, mean_buffers
+from hvdtrain.adapters.save import Save
+from hvdtrain.adapters.state_view import (
+    HostCopies,
+    StateView,
+    buffers_of_rank,
+    digests_of,
+    gather_buffers,
+    mean_buffers,
+)
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
+from hvdtrain.system.machine.limits import GIB, available_memory
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.system.runtime.waits import Waits, together
+
+log = logging.getLogger(__name__)
 
 FILES = {".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".safetensors"}  # one model each
 
@@ -35,6 +48,9 @@ class StateAdapter(Adapter):
         self._seen = 0  # samples that this rank has trained on, including those before a resume
         self.waits = Waits(0, [])  # until the world is known
         self.rank_buffers: Arrays = {}  # of a loaded checkpoint, until this rank trains on
+        self._save: Save | None = None  # the newest
+        self._copies: HostCopies | None = None
+        self._is_short = False  # the memory of a host, for the copies
 
     def view(self, model: Any, optimizer: Any = None) -> StateView:
         """Return the view of the state; a strategy that shards it returns that of step 5."""
@@ -92,7 +108,7 @@ class StateAdapter(Adapter):
         """
         view = self.view(model, optimizer)
         return view.compare(
-            view.replicated(optimizer),
+            digests_of(view.replicated(optimizer)),
             "the ranks have made different updates, or the memory of a host is faulty. "
             f"{process_status.resume_hint()}; exclude a host that is named twice",
             when="" if step is None else f"after step {step} ",
@@ -102,7 +118,7 @@ class StateAdapter(Adapter):
     def check_updates(self, model: Any, optimizer: Any, text: str) -> None:
         """As ``check_replicas``, but the message ends with ``text``."""
         view = self.view(model, optimizer)
-        view.compare(view.replicated(optimizer), text)
+        view.compare(digests_of(view.replicated(optimizer)), text)
 
     @together
     @override
@@ -114,19 +130,63 @@ class StateAdapter(Adapter):
         *,
         state: JsonValues,
         keep: int = 3,
-    ) -> Path:
+        wait: bool = True,
+    ) -> Any:
         self.check_trained(model, optimizer)
-        _check_saved(Path(directory), state)
+        directory = Path(directory)
+        _check_saved(directory, state)
+        if self._save and not self._save.is_over:  # one at a time
+            self._save.wait()
         view = self.view(model, optimizer)
+        copies = None if wait else self._room_for_copies(view, optimizer)
         local = view.local_buffers()
         ranks = gather_buffers(self.data_communicator, local, self._seen) if local else {}
-        kept = {**state, "world_size": self.world.size}
+        self.communicator.wait_for_all()  # nothing is written if some ranks do not make this call
+        begun = self.communicator.on_root(lambda: checkpoints.begin(directory, state["step"]))
+        folder = Path(os.fsdecode(self.communicator.broadcast_bytes(os.fsencode(str(begun)))))
+        state = {**state, "world_size": self.world.size}
         with self.averaged_buffers(model):
-            written = view.write(Path(directory), optimizer, kept, ranks, keep)
-        process_status.checkpoint = os.fsdecode(
-            self.communicator.broadcast_bytes(os.fsencode(str(written)))
-        )
-        return Path(process_status.checkpoint)
+            mine = view.contribute(directory, optimizer, state, ranks, keep, copies)
+            self._save = save = Save(
+                self.communicator,
+                folder,
+                mine,
+                state,
+                keep,
+                in_background=copies is not None,
+                is_agreed=lambda: not self.saving_agreed,
+            )
+            if copies is None:
+                save.wait()
+        return save.wait() if wait else save
+
+    def _room_for_copies(self, view: StateView, optimizer: Any) -> HostCopies | None:
+        """Return the copies of this rank; None, on all ranks, if the memory of a host is short."""
+        if self._copies is None:
+            needed = view.nbytes(optimizer) * self.world.local_size
+            rows = self.communicator.gather_json([self.world.host, needed, available_memory()])
+            short = [row for row in rows if row[1] > row[2]]
+            if not short:
+                self._copies = HostCopies()
+            elif not self._is_short:
+                host, needed, available = short[0]
+                warning = (
+                    f"saving in the background needs {needed / GIB:.1f} GiB of memory on {host}, "
+                    f"which has {available / GIB:.1f} GiB: the training waits for each checkpoint"
+                )
+                self.communicator.on_root(lambda: log.warning(warning))
+                self._is_short = True
+        return self._copies
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank is still writing a checkpoint in the background."""
+        return self._save is not None and self._save.is_busy
+
+    @property
+    @abstractmethod
+    def saving_agreed(self) -> bool:
+        """Whether, at the last update, any rank was still writing; equal on all ranks."""
 
     @together
     def load_checkpoint(

@@ -14,21 +14,28 @@ import socket
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import safetensors.numpy
 
-from hvdtrain.adapters.base import JsonValues
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
+from hvdtrain.steps.checkpoint_files import (
+    MODEL_FILE,
+    TRAINING_FILE,
+    Arrays,
+    Checkpoint,
+    State,
+    Tensors,
+    Written,
+)
 from hvdtrain.steps.integrity import rank_names
-from hvdtrain.system.runtime.exit import agreed, process_status
-from hvdtrain.system.runtime.outlive import surviving_kill
+from hvdtrain.system.runtime.exit import agreed
 
 DIFFERENT = (
     "nothing was saved. The ranks have made different updates: gradients were changed on some of "
@@ -36,6 +43,49 @@ DIFFERENT = (
 )
 PREFIX = "rank_buffers/"  # arrays of shape (world size, *shape of the buffer)
 SEEN = "rank_samples"  # int64, shape (world size,)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a rank contributes to a checkpoint.
+
+    Attributes:
+        write: function that writes this rank's files into a directory; it sends no messages.
+        replicated: the state that this rank shares with others.
+        compare: function that compares its digests, on all ranks together.
+        sharded: whether each rank writes files; otherwise only rank 0.
+        write_all: function that writes the whole checkpoint, if this rank can.
+    """
+
+    write: Callable[[Path], list[Written]]
+    replicated: Checkpoint
+    compare: Callable[[Mapping[str, bytes]], object]
+    sharded: bool = False
+    write_all: Callable[[], object] | None = None
+
+
+class HostCopies:
+    """Copies of arrays in host memory, which is reused by the next save."""
+
+    def __init__(self) -> None:
+        self._copies: Arrays = {}
+
+    def copy(self, kind: str, name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return a copy of ``array``, valid until the next one of this ``name`` and ``kind``."""
+        key = f"{kind} {name}"
+        kept = self._copies.get(key)
+        if kept is None or (kept.shape, kept.dtype) != (array.shape, array.dtype):
+            kept = self._copies[key] = np.empty(array.shape, array.dtype)
+        np.copyto(kept, array)
+        return kept
+
+    def copies(self, state: Checkpoint) -> Checkpoint:
+        """Return ``state`` with copies of its tensors."""
+        model, training = (
+            {name: self.copy(kind, name, np.asarray(value)) for name, value in tensors.items()}
+            for kind, tensors in ((MODEL_FILE, state.model), (TRAINING_FILE, state.training))
+        )
+        return replace(state, model=model, training=training)
 
 
 class Connected(Protocol):
@@ -86,9 +136,9 @@ class StateView(ABC):
         names = self.trained_names()
         return replace(state, model={k: v for k, v in state.model.items() if k in names})
 
-    def compare(self, state: Checkpoint, reason: str, *, when: str = "") -> str:
-        """Compare the ``state`` that ranks share; see the function ``compare``."""
-        return compare(self.adapter.communicator, state, reason, when=when)
+    def compare(self, digests: Mapping[str, bytes], reason: str, *, when: str = "") -> str:
+        """Compare the ``digests`` of the state that ranks share; see the function ``compare``."""
+        return compare(self.adapter.communicator, digests, reason, when=when)
 
     def broadcast(self, optimizer: Any) -> str:
         """Send rank 0's state to all ranks and compare it; return the common SHA-256."""
@@ -102,39 +152,64 @@ class StateView(ABC):
             )
             communicator.together(lambda: self.restore(optimizer, state))
         return self.compare(
-            self.export(optimizer),
+            digests_of(self.export(optimizer)),
             "right after the broadcast: please report it; continuing would give wrong results",
         )
 
-    def write(
-        self, directory: Path, optimizer: Any, state: JsonValues, ranks: Arrays, keep: int
-    ) -> Path | None:
-        """Write a checkpoint: only on rank 0, unless the state is sharded; return it there.
+    def nbytes(self, optimizer: Any) -> int:
+        """Return the size in bytes of what ``contribute`` copies on this rank."""
+        arrays = self.export(optimizer)
+        return sum(value.nbytes for value in (*arrays.model.values(), *arrays.training.values()))
 
-        The model has the mean of the local buffers, ``ranks`` are those of all ranks.
+    def contribute(
+        self,
+        directory: Path,
+        optimizer: Any,
+        state: State,
+        ranks: Arrays,
+        keep: int,
+        copies: HostCopies | None,
+    ) -> Contribution:
+        """Return what this rank contributes to a checkpoint: rank 0 all, unless it is sharded.
+
+        Args:
+            directory: directory of the checkpoints.
+            optimizer: optimizer whose state is saved.
+            state: JSON values to save.
+            ranks: the local buffers of all ranks; the model has their mean.
+            keep: number of recent checkpoints to keep.
+            copies: copies to write, so that the training can continue; None: write without a copy.
         """
         arrays = self.export(optimizer)
-        self.compare(self._trained(arrays), DIFFERENT)
+        if copies:
+            arrays = copies.copies(arrays)
         checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
 
-        def save() -> Path:
-            return checkpoints.save(directory, checkpoint, keep)
+        def write(folder: Path) -> list[Written]:
+            self._check_saved(checkpoint)
+            with checkpoints.cleared(directory, state["step"]):
+                return checkpoints.write_files(folder, checkpoint)
 
-        def write() -> Path:
-            try:
-                self.check_finite(checkpoint)
-            except ValueError as error:
-                raise TrainingError(
-                    f"{error} after step {state['step']}: nothing was saved; the checkpoints on "
-                    "disk are older"
-                ) from error
-            with surviving_kill(save):
-                path = save()
-                # Recorded at once: if a rank is lost now, the error message names this path.
-                process_status.checkpoint = str(path)
-            return path
+        def write_all() -> None:
+            self._check_saved(checkpoint)
+            checkpoints.save(directory, checkpoint, keep)
 
-        return self.adapter.communicator.on_root(write)
+        is_root = self.adapter.communicator.is_root
+        return Contribution(
+            write if is_root else lambda folder: [],
+            self._trained(arrays),
+            partial(self.compare, reason=DIFFERENT),
+            write_all=write_all if is_root else None,
+        )
+
+    def _check_saved(self, checkpoint: Checkpoint) -> None:
+        try:
+            self.check_finite(checkpoint)
+        except ValueError as error:
+            raise TrainingError(
+                f"{error} after step {checkpoint.state['step']}: nothing was saved; the "
+                "checkpoints on disk are older"
+            ) from error
 
     def check_finite(self, checkpoint: Checkpoint) -> None:
         """Raise ``ValueError`` naming a tensor that is not finite; masks may contain infinities."""
@@ -150,7 +225,7 @@ class StateView(ABC):
         if bad:
             raise ValueError(f"{bad} is not finite")
 
-    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> JsonValues | None:
+    def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> State | None:
         """Load, only on rank 0, the checkpoint that ``find`` returns there.
 
         Returns the saved ``state``, with the checkpoint's ``path``, on every rank.
@@ -165,7 +240,7 @@ class StateView(ABC):
 
         return self.share_state(load)
 
-    def share_state(self, load: Callable[[], Checkpoint | None]) -> JsonValues | None:
+    def share_state(self, load: Callable[[], Checkpoint | None]) -> State | None:
         """Return on every rank the state and path of the checkpoint that rank 0 loads."""
         communicator = self.adapter.communicator
         loaded = communicator.on_root(load)
@@ -188,15 +263,23 @@ def check_names(tensors: Mapping[str, Any], arrays: Tensors, trouble: str) -> No
         )
 
 
+def digests_of(state: Checkpoint) -> dict[str, bytes]:
+    """Return the SHA-256 of each tensor of ``state``, by a name for messages."""
+    digests = {name: _digest(name, state.model[name]) for name in sorted(state.model)}
+    for name in sorted(state.training):
+        digests[f"{name} of the optimizer"] = _digest(name, state.training[name])
+    return digests
+
+
 def compare(
     communicator: Communicator,
-    state: Checkpoint,
+    digests: Mapping[str, bytes],
     reason: str,
     *,
     when: str = "",
     ranks: Sequence[int] = (),
 ) -> str:
-    """Compare the ``state`` of all ranks bit for bit, and return the common SHA-256.
+    """Compare the state of all ranks by its ``digests_of``, and return the common SHA-256.
 
     All ranks of the communicator must call it together; ``ranks`` are their world ranks, if others.
     The error message begins with ``when`` and ends with ``reason``: cause and remedy.
@@ -205,9 +288,6 @@ def compare(
         HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
             tensor.
     """
-    digests = {name: _digest(name, state.model[name]) for name in sorted(state.model)}
-    for name in sorted(state.training):
-        digests[f"{name} of the optimizer"] = _digest(name, state.training[name])
     whole = hashlib.sha256(b"".join(digests.values())).digest()
     gathered = communicator.gather(whole)
     right = Counter(gathered).most_common(1)[0][0]  # of most ranks, or of rank 0

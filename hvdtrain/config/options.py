@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from hvdtrain.config.comm_options import ADASUM, CommOptions
 from hvdtrain.config.declare import option
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.config.values import (
+    above_zero,
     batch,
     count,
     counts,
@@ -20,6 +21,7 @@ from hvdtrain.config.values import (
     non_negative,
     numbers,
     positive,
+    positive_or_auto,
     random_seed,
     span,
 )
@@ -200,11 +202,23 @@ class Options(CommOptions):
         "or inference (an evaluation; needs no checkpoint)",
         choices=("training", "inference"),
     )
-    checkpoint_every: int | None = option(
+    checkpoint_every: int | Literal["auto"] | None = option(
         None,
-        "number of updates between checkpoints, in addition to one per epoch",
-        positive,
+        "number of updates between checkpoints, in addition to one per epoch; auto: the number "
+        "that loses least time, by the measured cost of a save and --mtbf",
+        positive_or_auto,
         group="checkpoints",
+    )
+    mtbf: float | None = option(
+        None,
+        "mean time between failures of the job in hours (default: 6,334 divided by the number of "
+        "hosts)",
+        above_zero,
+    )
+    save: str = option(
+        "async",
+        "writing of a checkpoint: async in the background, or sync while the training waits",
+        choices=("async", "sync"),
     )
     keep: int = option(3, "number of recent checkpoints to keep, in addition to the best", positive)
     resume: str = option(
@@ -318,7 +332,7 @@ def _check_training(options: Options) -> None:
             "--checkpoint-dir"
         )
     if options.checkpoint_dir is None:
-        for name in ("checkpoint_every", "resume"):
+        for name in ("checkpoint_every", "mtbf", "resume"):
             if getattr(options, name) not in (None, "auto", "never"):
                 raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
         if options.on_nan == "rollback":

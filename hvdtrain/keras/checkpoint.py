@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.common_adapter import CommonAdapter
+from hvdtrain.adapters.save import Save
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
 from hvdtrain.keras.data import Logs, ModelCallback, learning_rate, note_samples, step_sum
@@ -114,7 +115,7 @@ class BestModelCheckpoint(ModelCheckpoint):
 
 
 class BackupAndRestore(ModelCallback):
-    """Save the training after each epoch, and resume it when the script is run again.
+    """Save the training after each epoch, in the background, and resume it when it is run again.
 
     Weights, optimizer, learning rate, each rank's running statistics and the states of its random
     generators are those of an uninterrupted training; with ``shard``, so is the order of the
@@ -132,6 +133,7 @@ class BackupAndRestore(ModelCallback):
     def __init__(self, backup_dir: str | Path, keep: int = 3) -> None:
         super().__init__()
         self.backup_dir, self.keep = Path(backup_dir), keep
+        self._pending: Save | None = None
         self._done = 0  # epochs, saved or not
         self._saved = 0
 
@@ -161,6 +163,9 @@ class BackupAndRestore(ModelCallback):
     @override
     def on_train_end(self, logs: Logs = None) -> None:
         self._save()
+        if self._pending:
+            self._pending.wait()
+        self._pending = None
         self.model._initial_epoch = None  # it would also apply to a later fit
 
     def _save(self) -> None:
@@ -168,20 +173,42 @@ class BackupAndRestore(ModelCallback):
             return
         self._saved = self._done
         with self.adapter.waits.during("BackupAndRestore"):
-            save(
+            self._pending = save(
                 self.adapter,
                 self.backup_dir,
                 self.model,
                 self.model.optimizer,
                 keep=self.keep,
                 step=self._done,
+                wait=False,
             )
+        if reduction := step_sum(self.model.optimizer):
+            self._pending.is_agreed = lambda: not reduction.buckets.flags.saving
+
+    @override
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        reduction = step_sum(self.model.optimizer)
+        if self._pending and reduction:
+            reduction.buckets.send(self.adapter.flags)
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self._pending and self._pending.done():
+            self._pending.wait()  # raises if it has failed
+            self._pending = None
 
 
 def save(
-    adapter: CommonAdapter, directory: Path, model: Any, optimizer: Any, *, keep: int, **state: Any
-) -> None:
-    """Write a checkpoint of the training; all ranks of the adapter must call it.
+    adapter: CommonAdapter,
+    directory: Path,
+    model: Any,
+    optimizer: Any,
+    *,
+    keep: int,
+    wait: bool = True,
+    **state: Any,
+) -> Any:
+    """Write a checkpoint of the training, as ``Adapter.save_checkpoint`` does.
 
     Among the JSON values of ``state`` is ``step``, a growing number.
     """
@@ -189,7 +216,7 @@ def save(
     mine = [seed.numpy().tolist() for seed in _seeds(model)]
     state["seeds"] = adapter.communicator.gather_json(mine)
     state["learning_rate"] = learning_rate(optimizer)
-    adapter.save_checkpoint(directory, model, optimizer, state=state, keep=keep)
+    return adapter.save_checkpoint(directory, model, optimizer, state=state, keep=keep, wait=wait)
 
 
 def restore(

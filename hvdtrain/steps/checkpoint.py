@@ -54,14 +54,19 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
     step = int(checkpoint.state["step"])
     partial = begin(directory, step)
     with cleared(directory, step):
-        files = [
-            write(partial / name, {key: np.asarray(value) for key, value in tensors.items()})
-            for name, tensors in (
-                (MODEL_FILE, checkpoint.model),
-                (TRAINING_FILE, checkpoint.training),
-            )
-        ]
+        files = write_files(partial, checkpoint)
     return commit(partial, files, checkpoint.state, keep)
+
+
+def write_files(folder: Path, checkpoint: Checkpoint) -> list[Written]:
+    """Write the tensors of ``checkpoint`` to a file of each kind in ``folder``."""
+    return [
+        write(folder / name, {key: np.asarray(value) for key, value in tensors.items()})
+        for name, tensors in (
+            (MODEL_FILE, checkpoint.model),
+            (TRAINING_FILE, checkpoint.training),
+        )
+    ]
 
 
 def begin(directory: Path, step: int) -> Path:

@@ -23,7 +23,7 @@ from hvdtrain.system.files import read_regular
 MOST = 2**20  # maximum bytes of a file; a summary is far smaller
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # others are no measurement
 # Keys that are omitted if their value is None.
-MAY_LACK = ("bubble", "joules_per_image", "steps_skipped", "rollbacks")
+MAY_LACK = ("bubble", "joules_per_image", "steps_skipped", "rollbacks", "saves")
 Kind = TypeVar("Kind")
 
 
@@ -66,6 +66,25 @@ class Bubble:
     micro_batches: Count  # maximum of a pass
     formula: float  # (stages - 1) / (micro_batches + stages - 1)
     measured: float | None = None  # mean over steps and ranks
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Saves of checkpoints, in seconds of rank 0."""
+
+    count: Count = 0
+    stopped: float = 0.0
+    """Total in which the training stood still."""
+    waited: float = 0.0
+    """Of these, until the previous save was complete."""
+    longest: float = 0.0
+    """Maximum from the call until a checkpoint was complete."""
+    every: Count | None = None
+    """Updates between two saves; None: only after each epoch."""
+    lost_per_failure: float | None = None
+    """Mean seconds of training that a failure undoes."""
+    goodput: float | None = None
+    """Share of the time spent on new work, with the mean time between failures."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +155,8 @@ class Summary:
     """Updates skipped by ``--on-nan skip``; None if there were none."""
     rollbacks: Count | None = None
     """Of ``--on-nan rollback``; None if there were none."""
+    saves: Saves | None = None
+    """Of this run; None if there were none."""
     stopped: Stopped | None = None
     """``finished``, ``steps``, ``preempted`` or ``diverged``."""
     checkpoint: str | None = None

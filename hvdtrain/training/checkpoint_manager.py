@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hvdtrain.errors import TrainingError, UsageError
+from hvdtrain.adapters.save import Save
+from hvdtrain.errors import CheckpointError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps import checkpoint_interval
 from hvdtrain.steps.checkpoint_files import STATE_FILE
 from hvdtrain.steps.directory_lock import DirectoryLock
 from hvdtrain.steps.sharding import Position
-from hvdtrain.steps.summary import Stopped
+from hvdtrain.steps.summary import Saves, Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.training.plan import Session, weights_origin
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -37,6 +43,15 @@ class TrainState:
     left_out: list[list[int]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class PendingSave:
+    """A save in the background."""
+
+    save: Save
+    mark: Any  # see ``_mark``
+    began: float  # time.monotonic
+
+
 class CheckpointManager:
     """Saves a training's checkpoints and resumes from them, according to the options.
 
@@ -53,6 +68,10 @@ class CheckpointManager:
         }
         self.path: str | None = None
         self._saved: Any = None  # mark of the checkpoint at ``path``
+        self._pending: PendingSave | None = None
+        self._due: int | None = None  # step of the next save with --checkpoint-every auto
+        self._every: int | None = None  # updates between saves
+        self.saves = Saves()
         self._check_lock: Callable[[], None] = lambda: None
 
     def resume(self) -> TrainState:
@@ -86,6 +105,7 @@ class CheckpointManager:
             TrainingError: on every rank, if there is none.
         """
         assert self.options.checkpoint_dir is not None
+        self.finish()
         now = self._load(self.options.checkpoint_dir)
         if now is None:
             raise agreed(TrainingError("there is no checkpoint to go back to"))
@@ -108,9 +128,14 @@ class CheckpointManager:
         check_writable(directory / STATE_FILE, "--checkpoint-dir")
         lock = DirectoryLock(directory)
         lock.take()
-        process_status.at_exit.append(lambda _: lock.release())
+        process_status.at_exit.append(lambda _: self._release(lock))
         checkpoints.remove_partial(directory)
         self._check_lock = lock.check
+
+    def _release(self, lock: DirectoryLock) -> None:
+        if self._pending:
+            checkpoints.remove_partial(lock.directory)
+        lock.release()
 
     def _check_shared(self, directory: Path) -> None:
         """Raise ``UsageError``, on every rank, if some do not see the files of rank 0."""
@@ -132,18 +157,29 @@ class CheckpointManager:
             if self.adapter.world.is_writer:
                 (directory / name).unlink(missing_ok=True)
 
-    def save(self, now: TrainState, stopped: Stopped | None) -> None:
-        """Write a checkpoint of ``now``, unless the newest one is the same.
+    def save(self, now: TrainState, stopped: Stopped | None, *, last: bool = False) -> None:
+        """Save a checkpoint of ``now``, unless the newest one is the same.
 
-        ``stopped`` is the reason for which the training has ended; None: it has not.
+        Args:
+            now: progress to save.
+            stopped: reason for which the training has ended; None: it has not.
+            last: whether to wait until the checkpoint is complete, as before the end; otherwise
+                according to ``--save``.
 
         Raises:
             CheckpointError: on every rank, if it could not be written.
             TrainingError: on every rank, if the weights are not finite; nothing is written.
         """
         mark = _mark(now)
-        if self.options.checkpoint_dir is None or self._saved == mark:
+        if self.options.checkpoint_dir is None:
             return
+        if not last and self._pending and self._pending.mark == mark:
+            return
+        began = time.monotonic()
+        self.finish()
+        if self._saved == mark:
+            return
+        waited = time.monotonic() - began
         self.adapter.communicator.on_root(self._check_lock)
         means, count = self.adapter.average_metrics(now.loss_count, loss=now.loss_sum)
         state = {
@@ -154,14 +190,98 @@ class CheckpointManager:
             "best": self.task.best,
             "origin": self.origin,
         }
-        path = self.adapter.save_checkpoint(
+        save = self.adapter.save_checkpoint(
             self.options.checkpoint_dir,
             self.task.model,
             self.task.optimizer,
             state=state,
             keep=self.options.keep,
+            wait=last or self.options.save == "sync",
         )
-        self._saved, self.path = mark, str(path)
+        if isinstance(save, Path):
+            self._saved, self.path = mark, str(save)
+        else:
+            self._pending = PendingSave(save, mark, began)
+        seconds, saves = time.monotonic() - began, self.saves
+        self.saves = Saves(
+            count=saves.count + 1,
+            stopped=saves.stopped + seconds,
+            waited=saves.waited + waited,
+            longest=max(saves.longest, seconds),
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after ``step`` updates, according to ``--checkpoint-every``."""
+        every = self.options.checkpoint_every
+        if every != "auto":
+            self._every = every
+            return every is not None and step % every == 0
+        if self._due is None:
+            self._due = step - 1 + checkpoint_interval.FIRST
+        return step >= self._due
+
+    def choose_next(self, step: int, step_seconds: float) -> None:
+        """Choose the step of the next save on rank 0, for all ranks, which must call it."""
+        if self.options.checkpoint_every == "auto" and self.saves.count and step_seconds:
+            interval = checkpoint_interval.best_interval(self._cost, self._between)
+            chosen = max(1, round(interval / step_seconds))
+            (self._every, *_) = self.adapter.communicator.gather_json(chosen, int)
+            self._due = step + self._every
+
+    @property
+    def _cost(self) -> float:
+        """Mean seconds for which a save stops the training."""
+        return self.saves.stopped / self.saves.count
+
+    @property
+    def _between(self) -> float:
+        """Mean seconds between failures."""
+        hours = checkpoint_interval.hours_between_failures(self.adapter.world.hosts)
+        return checkpoint_interval.HOUR * (self.options.mtbf or hours)
+
+    def figures(self, step_seconds: float | None, restart: float | None) -> Saves | None:
+        """Return the saves of this run, and what failures and saves cost in the mean.
+
+        Args:
+            step_seconds: seconds of a step; None: unknown.
+            restart: seconds from the start to the first update; None: unknown.
+        """
+        if not self.saves.count:
+            return None
+        if not (self._every and step_seconds):
+            return self.saves
+        mean = checkpoint_interval.losses(
+            self._every * step_seconds,
+            cost=self._cost,
+            latency=max(self._cost, self.saves.longest),
+            restart=restart or 0.0,
+            between=self._between,
+        )
+        lost, goodput = mean.lost_seconds, mean.goodput
+        return replace(self.saves, every=self._every, lost_per_failure=lost, goodput=goodput)
+
+    def poll(self) -> None:
+        """Complete the pending save, if all ranks have written it; call it after an update.
+
+        Raises:
+            TrainingError, HvdtrainError: on every rank, as ``save``; that a checkpoint could not be
+                written is a warning.
+        """
+        if self._pending and self._pending.save.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the pending save, and report if it failed; all ranks must call it."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            self.path, self._saved = str(pending.save.wait()), pending.mark
+        except CheckpointError as error:
+            warning = f"{error}. The training continues, and saves again later"
+            self.adapter.communicator.on_root(lambda: log.warning("%s", warning))
+        longest = max(self.saves.longest, time.monotonic() - pending.began)
+        self.saves = replace(self.saves, longest=longest)
 
 
 def _mark(now: TrainState) -> tuple[Any, ...]:

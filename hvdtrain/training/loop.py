@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import time
 from typing import Any, NoReturn
 
 from hvdtrain.adapters.preemption import ANOTHER, HOSTS_CHANGED, Preemption, wait_for_agent
@@ -131,7 +130,7 @@ class TrainingLoop:
         if stopped is not Stopped.PREEMPTED and not self._evaluate():
             stopped = Stopped.PREEMPTED
         if not beyond:
-            self._save()
+            self._save(last=True)
         if stopped is Stopped.PREEMPTED:
             self.show.stop()
             restart = is_elastic(os.environ) and self.preemption.agree() == HOSTS_CHANGED
@@ -166,14 +165,15 @@ class TrainingLoop:
             if self._wants_stop():
                 self._read_losses()
                 return Stopped.PREEMPTED
+            if self.now.step % self.read_every == 0:
+                self.checkpoints.poll()
             self._check_replicas()
             if reason := self._finished():
                 if reason is Stopped.FINISHED or self.now.position.epoch > epoch:
                     break
                 self._end_of_epoch_loss(reset=False)
                 return reason
-            every = self.options.checkpoint_every
-            if every and self.now.step % every == 0:
+            if self.checkpoints.is_due(self.now.step):
                 self._save()
                 self.clock.resume()
         self.now.position = Position(epoch + 1)  # also if the last global batch was skipped
@@ -194,6 +194,7 @@ class TrainingLoop:
         """
         every = self.options.check_replicas
         if every and (self.now.step + 1) % every == 0 and self.adapter.world.size > 1:
+            self.checkpoints.finish()  # if the check fails, this is what resumes
             self.adapter.check_replicas(self.task.model, self.task.optimizer, step=self.now.step)
             self.clock.resume()
 
@@ -204,7 +205,7 @@ class TrainingLoop:
     def _wants_stop(self) -> bool:
         self._watch_walltime()
         # On a GPU reading the answer synchronizes, so it is read every few steps.
-        return self.now.step % self.read_every == 0 and self.adapter.stop_agreed
+        return self.now.step % self.read_every == 0 and self.adapter.flags_agreed.stop
 
     def _watch_walltime(self) -> None:
         self.preemption.watch_walltime(self.clock.longest_recent(self.read_every))
@@ -254,7 +255,7 @@ class TrainingLoop:
             now = self.on_nan.leave_out(self.now, part, before, self.show.message)
         except TrainingError:
             with contextlib.suppress(TrainingError):  # the weights are those before the update
-                self._save()
+                self._save(last=True)
             raise
         if now is not self.now:  # discard losses of undone updates
             self.pending.clear()
@@ -357,11 +358,12 @@ class TrainingLoop:
             "eval_samples": tested.get("samples"),
         }
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool = False) -> None:
         self._read_losses()
-        started = time.monotonic()
-        self.checkpoints.save(self.now, self._finished())  # step 7
-        self.preemption.walltime.saved(time.monotonic() - started)
+        self.checkpoints.save(self.now, self._finished(), last=last)  # step 7
+        if not last:
+            self.checkpoints.choose_next(self.now.step, self.clock.median_recent())
+        self.preemption.walltime.saved(self.checkpoints.saves.longest)
 
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages
@@ -388,6 +390,9 @@ class TrainingLoop:
             else self.task.parameter_norm(),
             steps_skipped=self.now.skipped or None,
             rollbacks=len(self.now.left_out) or None,
+            saves=self.checkpoints.figures(
+                summary.step_seconds_median, summary.seconds_to_first_step
+            ),
             stopped=stopped,
             checkpoint=self.checkpoints.path,
             timeline=self.timeline.recorded,

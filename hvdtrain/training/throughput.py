@@ -137,6 +137,10 @@ class Clock:
             self.seconds[-1] += now - self._last
         self._last = now
 
+    def median_recent(self) -> float:
+        """Return the median seconds of the last hundred steps; 0: there were none."""
+        return statistics.median(self.seconds[-100:] or [0.0])
+
     def longest_recent(self, steps: int) -> float:
         """Return the longest duration of ``steps`` steps, in seconds, by the last hundred.
 

@@ -144,4 +144,4 @@ def test_the_buckets_of_tensorflow_sum_and_weigh(traced: bool) -> None:
         for gradient, value in zip(totals, expected, strict=True):
             np.testing.assert_array_equal(gradient.numpy(), np.full(gradient.shape, value))
     assert set(seen) == {"test.0"} and buckets.messages == {"count": 1, "bytes": 4 * 11}
-    assert int(buckets.sums.numpy()) == 2 and buckets.stop_agreed  # the other rank's wish is 1
+    assert int(buckets.sums.numpy()) == 2 and buckets.flags.stop  # the other rank has set all

@@ -28,9 +28,9 @@ from torch.utils import _pytree
 from typing_extensions import override
 
 from hvdtrain.adapters import partition
-from hvdtrain.adapters.common_adapter import RankHooks
+from hvdtrain.adapters.common_adapter import Flags, RankHooks
 from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter, parameters_of
-from hvdtrain.adapters.pytorch.sums import TYPES, Compressed, Sums
+from hvdtrain.adapters.pytorch.sums import TYPES, Compressed, Sums, agreed, fill
 from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Part, Shards
@@ -55,10 +55,11 @@ class Bucket:
         *starts, length = itertools.accumulate(lengths, initial=0)
         first = parameters[0]
         # After the gradients: for each parameter, the number of ranks that have a gradient, and in
-        # the last bucket the numbers of ranks with sums of earlier passes and with stop requests.
-        size = length + len(parameters) + 2
+        # the last bucket the numbers of ranks with sums of earlier passes and with each flag.
+        size = length + len(parameters) + 1 + len(Flags._fields)
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.holders = self.flat[length:-2]
+        tail = self.flat[length:].split([len(parameters), 1, len(Flags._fields)])
+        self.holders, self.holds, self.flags = tail
         # In the memory format of the parameters (contiguous, channels_last), for fused optimizers.
         layouts = [torch.empty_like(parameter, device="meta") for parameter in parameters]
         self.views = [
@@ -209,8 +210,8 @@ class Buckets:
 
     def _start(self, bucket: Bucket) -> None:
         if bucket is self.buckets[-1]:
-            bucket.flat[-2:-1].fill_(float(self._holds_sums()))
-            bucket.flat[-1:].fill_(float(self.hooks.stop_wanted()))
+            bucket.holds.fill_(float(self._holds_sums()))
+            fill(bucket.flags, self.hooks.flags())
         bucket.handle = self.sums.start(bucket.flat, bucket.name)
 
     def _holds_sums(self) -> bool:
@@ -240,7 +241,7 @@ class Buckets:
             for bucket in self.buckets:
                 self.sums.wait(bucket.handle)
         self.blocked_seconds += time.perf_counter() - started
-        dropped = self._unclear and not self.buckets[-1].flat[-2] > 0
+        dropped = self._unclear and not self.buckets[-1].holds > 0
         for bucket, indices in zip(self.buckets, absent, strict=True):
             bucket.close(indices, dropped=dropped)
         self._unclear = self.awaited and self._zeroed
@@ -298,9 +299,9 @@ class Buckets:
         return {"count": len(self.buckets), "bytes": nbytes}
 
     @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank wanted to stop at the last step; the same answer on all ranks."""
-        return bool(self.buckets[-1].flat[-1] > 0)
+    def flags(self) -> Flags:
+        """The flags of all ranks at the last step: whether any rank had set it."""
+        return agreed(self.buckets[-1].flags)
 
 
 class Awaited(torch.Tensor):
@@ -375,7 +376,7 @@ class BucketedAdapter(PyTorchAdapter):
         sums = Compressed(sums, kind) if kind else sums
         hooks = RankHooks(
             weight=lambda: self.comm_options.weight(self.part_weight),
-            stop_wanted=lambda: self.stop_wanted,
+            flags=lambda: self.flags,
             waits=self.waits.during,
             may_skip=lambda: len(self.gradient_sums) == 1,
         )

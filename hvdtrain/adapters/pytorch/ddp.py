@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from hvdtrain.adapters.common_adapter import GradientSums
+from hvdtrain.adapters.common_adapter import Flags, GradientSums
 from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter
-from hvdtrain.adapters.pytorch.sums import TYPES
+from hvdtrain.adapters.pytorch.sums import TYPES, agreed, fill
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import TorchDistributed
 from hvdtrain.errors import UsageError
@@ -110,7 +110,7 @@ class ModelSums:
     adapter: DdpAdapter
     blocked_seconds = 0.0
     messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
-    stops: Any = 0.0  # number of ranks that wanted to stop at the last update
+    sent: torch.Tensor | None = None  # sums of all ranks' flags at the last update
 
     @contextmanager
     def blocked(self, call: str = "") -> Iterator[None]:
@@ -121,9 +121,9 @@ class ModelSums:
         self.blocked_seconds += time.perf_counter() - started
 
     @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank wanted to stop at the last update."""
-        return bool(self.stops > 0)
+    def flags(self) -> Flags:
+        """The flags of all ranks at the last update: whether any rank had set it."""
+        return self.adapter.flags if self.sent is None else agreed(self.sent)
 
 
 class WeightedDdp(ModelSums, DistributedDataParallel):
@@ -153,7 +153,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self.register_comm_hook(None, lambda _, bucket: self._start_sum(bucket.buffer()))
 
     def _start_sum(self, gradients: torch.Tensor) -> Any:
-        """Start summing a bucket over all ranks, in place; before the first, the stop request."""
+        """Start summing a bucket over all ranks, in place; before the first, the flags."""
         try:
             weight = self.adapter.part_weight
         except UsageError as error:  # raised within the hook, it would lose its type
@@ -162,8 +162,9 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         kind = TYPES.get(self.adapter.comm_options.compression, gradients.dtype)
         if not self._sums:
             self.adapter.note_pass()
-            stop = torch.full((1,), self.adapter.stop_wanted, dtype=kind, device=gradients.device)
-            self._start_future(stop, kind)
+            flags = gradients.new_empty(len(Flags._fields), dtype=kind)
+            fill(flags, self.adapter.flags)
+            self._start_future(flags, kind)
             # At the end of the pass, before DDP's callback; there is no public API for it.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         return self._start_future(gradients.to(kind), gradients.dtype)
@@ -181,7 +182,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
             for work, future, message, kind in sums:
                 work.wait()
                 future.set_result(message.to(kind))
-        self.stops = sums[0][2]
+        self.sent = sums[0][2]
         sizes = [message.numel() * message.element_size() for _, _, message, _ in sums[1:]]
         self.messages = {"count": len(sizes), "bytes": sum(sizes)}
         if self._trouble:

@@ -39,6 +39,7 @@ from hvdtrain.adapters.pytorch.sharded import (
     layout_of,
 )
 from hvdtrain.adapters.pytorch.sums import TYPES
+from hvdtrain.adapters.state_view import digests_of
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.waits import SUM
@@ -98,7 +99,9 @@ class RowsView(ShardedView):
         sent = self.adapter.communicator.broadcast_arrays(local)
         for name, value in self.model.named_buffers():
             value.copy_(tensor_of(sent[name]))
-        return self.compare(Checkpoint(sent, {}), "right after the broadcast: please report it")
+        return self.compare(
+            digests_of(Checkpoint(sent, {})), "right after the broadcast: please report it"
+        )
 
     @override
     def replicated(self, optimizer: Any) -> Checkpoint:

@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import torch
 from typing_extensions import override
 
+from hvdtrain.adapters.common_adapter import Flags
 from hvdtrain.adapters.pytorch.buckets import BucketedAdapter
 from hvdtrain.adapters.pytorch.sums import Sums
 from hvdtrain.collectives.base import Communicator
@@ -15,7 +16,7 @@ from hvdtrain.collectives.horovod_torch import HorovodTorch, summable
 from hvdtrain.config.comm_options import ADASUM, check_nccl
 from hvdtrain.system.machine import accelerator
 
-FLAGS = 3  # elements after the gradient in a bucket of one parameter: see Bucket
+FLAGS = 2 + len(Flags._fields)  # elements after the gradient in a bucket of one parameter
 
 
 class HorovodAdapter(BucketedAdapter):

@@ -25,7 +25,7 @@ from hvdtrain.adapters.partition import balanced_cuts
 from hvdtrain.adapters.pytorch.adapter import TorchView, tensor_of
 from hvdtrain.adapters.pytorch.pipeline_schedule import Pipeline
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
-from hvdtrain.adapters.state_view import compare
+from hvdtrain.adapters.state_view import compare, digests_of
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.collectives.torch_distributed import Subgroup, TorchDistributed
 from hvdtrain.config.comm_options import check_stages
@@ -157,11 +157,11 @@ class StageView(ShardedView):
         return self.world.stages
 
     @override
-    def compare(self, state: Checkpoint, reason: str, *, when: str = "") -> str:
+    def compare(self, digests: Mapping[str, bytes], reason: str, *, when: str = "") -> str:
         adapter, when = self.adapter, f"{when}in stage {self.world.stage} "
         same = range(self.world.stage, self.world.size, self.world.stages)
         digest = adapter.communicator.together(
-            lambda: compare(adapter.peers, state, reason, when=when, ranks=same), alike=True
+            lambda: compare(adapter.peers, digests, reason, when=when, ranks=same), alike=True
         )
         stages = adapter.stage_group.gather(digest.encode())
         return hashlib.sha256(b"".join(stages)).hexdigest()
@@ -170,7 +170,7 @@ class StageView(ShardedView):
     def broadcast(self, optimizer: Any) -> str:
         # Step 5 has sent rank 0's state, and each rank has read its part of a checkpoint.
         remedy = "right after the broadcast: please report it"
-        return self.compare(super().export(optimizer), remedy)
+        return self.compare(digests_of(super().export(optimizer)), remedy)
 
     @override
     def replicated(self, optimizer: Any) -> Checkpoint:

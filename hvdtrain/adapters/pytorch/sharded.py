@@ -7,7 +7,6 @@ of each tensor, independent of the strategy and the number of ranks that wrote i
 
 from __future__ import annotations
 
-import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,15 +16,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from typing_extensions import override
 
 from hvdtrain.adapters.base import JsonValues
+from hvdtrain.adapters.common_adapter import Flags
 from hvdtrain.adapters.pytorch.adapter import TorchView, array_of, optimizer_tensors, parameters_of
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums
-from hvdtrain.adapters.state_view import DIFFERENT, SEEN, StateView, separate_buffers
+from hvdtrain.adapters.pytorch.sums import fill
+from hvdtrain.adapters.state_view import (
+    DIFFERENT,
+    SEEN,
+    Contribution,
+    HostCopies,
+    StateView,
+    separate_buffers,
+)
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import (
@@ -71,14 +80,14 @@ class Piece:
 
 
 class UpdateSums(ModelSums):
-    """Sums of a model whose strategy sums the stop requests before each update."""
+    """Sums of a model whose strategy sums the flags before each update."""
 
     def before_step(self) -> None:
-        """Sum the stop requests; before an update, on all ranks."""
-        # Not by torch.tensor(..., device=), which would synchronize with a GPU.
-        self.stops = torch.full((1,), float(self.adapter.stop_wanted), device=self.adapter.device)
+        """Sum the flags of all ranks; before an update, on all of them."""
+        self.sent = torch.empty(len(Flags._fields), device=self.adapter.device)
+        fill(self.sent, self.adapter.flags)
         with self.blocked(SUM):
-            dist.all_reduce(self.stops)
+            dist.all_reduce(self.sent)
 
 
 class ShardedAdapter(DdpAdapter):
@@ -142,13 +151,26 @@ class ShardedView(TorchView):
             yield Piece(TRAINING_FILE, name, layout_of(value), rank, partial(array_of, value))
 
     @override
-    def write(
-        self, directory: Path, optimizer: Any, state: JsonValues, ranks: Arrays, keep: int
-    ) -> Path | None:
-        self.compare(self.replicated(optimizer), DIFFERENT)
-        communicator, step = self.adapter.communicator, state["step"]
-        begun = communicator.on_root(lambda: checkpoints.begin(directory, step))
-        folder = Path(os.fsdecode(communicator.broadcast_bytes(os.fsencode(str(begun)))))
+    def nbytes(self, optimizer: Any) -> int:
+        mine = sum(
+            piece.layout.nbytes
+            for piece in self.pieces(optimizer)
+            if piece.owner == self.world.rank
+        )
+        shared = self.replicated(optimizer)
+        return mine + sum(x.nbytes for x in (*shared.model.values(), *shared.training.values()))
+
+    @override
+    def contribute(
+        self,
+        directory: Path,
+        optimizer: Any,
+        state: JsonValues,
+        ranks: Arrays,
+        keep: int,
+        copies: HostCopies | None,
+    ) -> Contribution:
+        replicated = self.replicated(optimizer)
         pieces = list(self.pieces(optimizer))
         rank = self.world.rank
         if not self.world.data_rank:
@@ -164,14 +186,23 @@ class ShardedView(TorchView):
                 for name, value in ranks.items()
                 if name != SEEN or not rank
             )
-        try:
-            mine = communicator.together(lambda: self._write(folder, step, pieces))
-        except HvdtrainError:
-            communicator.on_root(lambda: checkpoints.remove_partial(directory))
-            raise
-        rows = communicator.gather_json(mine, list[Written])
-        files = [file for row in rows for file in row]
-        return communicator.on_root(lambda: checkpoints.commit(folder, files, state, keep))
+        if copies:
+            replicated = copies.copies(replicated)
+            pieces = list(self._copied(pieces, copies))
+        return Contribution(
+            lambda folder: self._write(folder, state["step"], pieces),
+            replicated,
+            partial(self.compare, reason=DIFFERENT),
+            sharded=True,
+        )
+
+    def _copied(self, pieces: Sequence[Piece], copies: HostCopies) -> Iterator[Piece]:
+        """Yield this rank's ``pieces`` with copies; all ranks gather them together."""
+        for piece in sorted(pieces, key=lambda piece: piece.order):
+            array = piece.fetch()
+            if array is not None and piece.owner == self.world.rank:
+                copy = copies.copy(piece.kind, piece.name, array)
+                yield replace(piece, fetch=partial(np.asarray, copy))
 
     def _write(self, folder: Path, step: int, pieces: Sequence[Piece]) -> list[Written]:
         """Write this rank's files, in the common order in which all ranks gather the pieces."""

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from hvdtrain.adapters.common_adapter import Flags
+
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -63,3 +65,14 @@ class Compressed(Sums):
     @override
     def nbytes(self, bucket: torch.Tensor) -> int:
         return bucket.numel() * self.kind.itemsize
+
+
+def fill(tensor: torch.Tensor, flags: Flags) -> None:
+    """Set ``tensor`` to the ``flags`` of this rank, as numbers that can be summed."""
+    for index, flag in enumerate(flags):
+        tensor[index : index + 1].fill_(float(flag))  # assigning would synchronize with a GPU
+
+
+def agreed(sums: torch.Tensor) -> Flags:
+    """Return the flags of all ranks from their ``sums``; this synchronizes with a GPU."""
+    return Flags(*(value > 0 for value in sums.tolist()))

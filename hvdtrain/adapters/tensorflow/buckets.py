@@ -15,7 +15,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from hvdtrain.adapters import partition
-from hvdtrain.adapters.common_adapter import GradientSums, RankHooks
+from hvdtrain.adapters.common_adapter import Flags, GradientSums, RankHooks
 from hvdtrain.adapters.tensorflow.adapter import TensorFlowAdapter
 from hvdtrain.adapters.tensorflow.distributed import GradientReduction, distribute
 from hvdtrain.config.comm_options import ADASUM, BUCKET_BYTES
@@ -59,9 +59,10 @@ class Buckets(GradientReduction):
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_begun")
         self._done = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_done")
-        # Sent with the last bucket: this rank's stop request, and whether any rank has made one.
-        self.stop = tf.Variable(0.0, trainable=False, name="stop_wanted")
-        self.agreed = tf.Variable(0.0, trainable=False, name="stop_agreed")
+        # Sent with the buckets: this rank's flags; and their sums over all ranks.
+        none = [0.0] * len(Flags._fields)
+        self._mine = tf.Variable(none, trainable=False, name="flags")
+        self._agreed = tf.Variable(none, trainable=False, name="flags_agreed")
         self.messages: dict[str, int] | None = None  # of a step: count and bytes
         self._blocked = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="blocked")
         self._watched = False
@@ -100,17 +101,17 @@ class Buckets(GradientReduction):
         ready, done = [], []
         for number, group in enumerate(groups := self._groups(dense)):
             parts = [_weighed(tf.reshape(dense[index], [-1]), weight) for index in group]
-            # This element of every bucket is a variable's: a bucket of only constants would be
+            # The flags in every bucket are of a variable: a bucket of only constants would be
             # summed once, when TensorFlow folds constants, and never again.
-            ready.append(tf.concat([*parts, tf.cast(self.stop, parts[0].dtype)[None]], 0))
+            ready.append(tf.concat([*parts, tf.cast(self._mine, parts[0].dtype)], 0))
             done.append(self._reduced(ready[-1], f"{self.name}.{number}"))
             lengths = [dense[index].shape.num_elements() for index in group]
-            *pieces, stop = tf.split(done[-1], [*lengths, 1])
+            *pieces, flags = tf.split(done[-1], [*lengths, len(Flags._fields)])
             for index, piece in zip(group, pieces, strict=True):
                 result[index] = tf.reshape(piece, dense[index].shape)
             if number == len(groups) - 1:
                 self.sums.assign_add(1)
-                self.agreed.assign(tf.cast(stop[0], tf.float32))
+                self._agreed.assign(tf.cast(flags, tf.float32))
         # Outside of a traced function, each sum completes before the next one begins.
         if tf.inside_function():
             self._observe(ready, done)
@@ -127,13 +128,14 @@ class Buckets(GradientReduction):
         return groups
 
     def _reduced(self, flat: Any, name: str) -> Any:
-        """Return the sum of ``flat``, or the result of ``combine`` and its last element's sum."""
+        """Return the sum of ``flat``, or the result of ``combine`` and the sums of the flags."""
         sent = tf.cast(flat, self.kind or flat.dtype)
         if self.combine is None:
             total = self.reduce(sent, name)
         else:
-            whole, stop = self.combine(sent[:-1], name), self.reduce(sent[-1:], f"{name}.stop")
-            total = tf.concat([whole, stop], 0)
+            count = len(Flags._fields)
+            whole = self.combine(sent[:-count], name)
+            total = tf.concat([whole, self.reduce(sent[-count:], f"{name}.flags")], 0)
         return tf.cast(total, flat.dtype)
 
     def _observe(self, ready: list[Any], done: list[Any]) -> None:
@@ -158,10 +160,14 @@ class Buckets(GradientReduction):
         """Total seconds that this rank has waited for sums; None: not measured."""
         return float(self._blocked.numpy()) if self._watched else None
 
+    def send(self, flags: Flags) -> None:
+        """Send the ``flags`` of this rank with the next sums."""
+        self._mine.assign([float(flag) for flag in flags])
+
     @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank wanted to stop at the last step."""
-        return bool(self.agreed.numpy() > 0)
+    def flags(self) -> Flags:
+        """The flags of all ranks at the last step: whether any rank had set it."""
+        return Flags(*(bool(value > 0) for value in self._agreed.numpy()))
 
 
 def _weighed(flat: Any, weight: Any) -> Any:
@@ -192,7 +198,7 @@ class BucketedAdapter(TensorFlowAdapter):
     def __init__(self) -> None:
         super().__init__()
         self._buckets: list[Buckets] = []  # of each optimizer
-        self._assigned: tuple[float, bool] | None = None  # weight and stop request in the variables
+        self._assigned: tuple[float, Flags] | None = None  # weight and flags in the variables
         self._sums = 0  # number of sums before the current part
 
     def combine(self, values: Any, name: str) -> Any:
@@ -231,12 +237,12 @@ class BucketedAdapter(TensorFlowAdapter):
         if sums > self._sums and shards.current:
             shards.use()  # a traced function has used it
         self._sums = sums
-        values = (self.comm_options.weight(part.weight), self.stop_wanted)
+        values = (self.comm_options.weight(part.weight), self.flags)
         if values != self._assigned:  # most parts of an epoch have the same weight
             self._assigned = values
             for buckets in self._buckets:
                 buckets.weight.assign(values[0])
-                buckets.stop.assign(float(self.stop_wanted))
+                buckets.send(values[1])
 
     @property
     @override

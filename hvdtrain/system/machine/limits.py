@@ -68,6 +68,22 @@ def memory_limit(root: Path) -> int | None:
     return min(limits, default=None)
 
 
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that processes here can still allocate, without other programs' caches."""
+    free = 1024 * int(_first_line(root / "proc/meminfo", "MemAvailable").removesuffix("kB") or 0)
+    limit = memory_limit(root)
+    used = [int(text) for text in _read(root, "", "memory.current") if text.isdecimal()]
+    cached = [
+        int(match[1])
+        for text in _read(root, "", "memory.stat")
+        if (match := re.search(r"^inactive_file (\d+)$", text, re.MULTILINE))
+    ]
+    if limit is None or not used:
+        return free
+    # The innermost group with figures: its limit may be that of a parent, which others share.
+    return min(free, max(0, limit - used[0] + sum(cached[:1])))
+
+
 def cpu_quota(root: Path) -> float | None:
     """Return the smallest CPU quota of this process's control groups, in cores."""
     quotas = []

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.adapters.common_adapter import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter, Flags
 from hvdtrain.adapters.preflight import exchange
 from hvdtrain.adapters.state_view import StateView
 from hvdtrain.collectives.base import Communicator, SingleRank
@@ -370,7 +370,7 @@ def test_sums_of_several_optimizers_are_combined() -> None:
         def __init__(
             self, seconds: float | None, messages: dict[str, int] | None, stop: bool
         ) -> None:
-            self.blocked_seconds, self.messages, self.stop_agreed = seconds, messages, stop
+            self.blocked_seconds, self.messages, self.flags = seconds, messages, Flags(stop, False)
 
     class Several(ArrayAdapter):
         gradient_sums = ()  # type: ignore[assignment]
@@ -381,8 +381,8 @@ def test_sums_of_several_optimizers_are_combined() -> None:
     assert adapter.blocked_seconds is None
     first, second = {"count": 2, "bytes": 8}, {"count": 1, "bytes": 4}
     adapter.gradient_sums = (Sums(0.5, first, False), Sums(0.25, second, True))  # type: ignore[assignment]
-    assert (adapter.blocked_seconds, adapter.stop_agreed) == (0.75, True)
+    assert (adapter.blocked_seconds, adapter.flags_agreed.stop) == (0.75, True)
     assert adapter.gradient_messages == {"count": 3, "bytes": 12}
     adapter.gradient_sums = (Sums(None, None, False), Sums(0.25, second, False))  # type: ignore[assignment]
-    assert (adapter.blocked_seconds, adapter.stop_agreed) == (None, False)
+    assert (adapter.blocked_seconds, adapter.flags_agreed.stop) == (None, False)
     assert adapter.gradient_messages == second

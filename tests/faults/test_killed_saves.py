@@ -1,0 +1,68 @@
+"""All ranks are killed (SIGKILL) at random moments while checkpoints are written.
+
+The training saves after every update, so most kills hit a copy, a file, an fsync or a commit.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdtrain.steps import checkpoint as checkpoints
+from tests.conftest import LONG, until
+from tests.parallel.conftest import Start, assert_gone, family, train
+
+KILLS = {"horovod": 40, "zero": 20, "fsdp": 20, "tensorflow": 20}
+SHORT = {"horovod": 2, "zero": 1}  # in CI
+STEPS = 14  # per kill, at most
+WINDOW = 0.6  # seconds after a save in which a kill may come
+
+
+@pytest.mark.parametrize(("name", "kills"), (KILLS if LONG else SHORT).items())
+def test_the_newest_checkpoint_is_intact_and_the_end_bit_equal(
+    name: str, kills: int, tmp_path: Path, started: Start
+) -> None:
+    chosen = "--framework=tensorflow" if name == "tensorflow" else f"--strategy={name}"
+    options = (chosen, "--checkpoint-every=1", "--epochs=99", f"--num-steps={STEPS * kills}")
+    (tmp_path / "whole").mkdir()
+    undisturbed = train(2, tmp_path / "whole", "mnist", *options)
+    folder = tmp_path / "checkpoints"
+    chance = random.Random(len(name))
+    done, partial = 0, 0
+    while done < kills:
+        before = checkpoints.newest_name(folder) or ""
+        process = started(
+            *("mpirun", "--oversubscribe", "-n", "2", "python", "-m", "hvdtrain.mnist"),
+            *(*options, f"--checkpoint-dir={folder}", "--quiet"),
+        )
+        until(
+            lambda before=before: (checkpoints.newest_name(folder) or "") > before,  # type: ignore[misc]
+            process,
+        )
+        time.sleep(chance.uniform(0, WINDOW))
+        killed = family(process)
+        for one in killed:
+            one.kill()
+        process.wait(30)
+        assert_gone(killed)
+        newest = checkpoints.newest_name(folder) or ""
+        assert newest > before, "an earlier save is lost"
+        intact = checkpoints.load_newest(folder)
+        assert intact and intact.path == folder / newest, "the newest is damaged"
+        partial += bool(list(folder.glob(f"{checkpoints.PARTIAL}*")))
+        done += 1
+        if intact.state["step"] >= STEPS * kills - STEPS:
+            break
+    print(f"\n{name}: {done} kills, {partial} within a save; newest intact each time")
+    resumed = train(2, tmp_path, "mnist", *options)
+    assert resumed.newest.name.partition("+")[0] == undisturbed.newest.name.partition("+")[0]
+    for kind in ("model", "training"):
+        first, second = undisturbed.tensors(kind), resumed.tensors(kind)
+        assert first.keys() == second.keys()
+        assert all((first[key] == second[key]).all() for key in first)
+    assert not [one for one in folder.iterdir() if one.name.startswith(".")]
+    assert not [one for one in psutil.Process().children(recursive=True) if one in killed]

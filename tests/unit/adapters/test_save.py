@@ -1,0 +1,192 @@
+"""Saves in the background, on ranks that are threads; their disk is a real directory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.adapters import save as saves
+from hvdtrain.adapters import state
+from hvdtrain.adapters.common_adapter import Flags
+from hvdtrain.collectives.base import Communicator
+from hvdtrain.errors import CheckpointError, HvdtrainError, TrainingError
+from hvdtrain.steps import checkpoint as checkpoints
+from tests.unit.adapters.test_common_adapter import ArrayAdapter, Model, model_of
+
+
+class Sums:
+    """The sums of an update, which the test makes by ``update``."""
+
+    blocked_seconds, messages = 0.0, None
+
+    def __init__(self, adapter: StepAdapter) -> None:
+        self.adapter, self.flags = adapter, Flags(stop=False, saving=False)
+
+    def update(self) -> None:
+        rows = self.adapter.communicator.gather_json(self.adapter.flags)
+        self.flags = Flags(*map(any, zip(*rows, strict=True)))
+
+
+class StepAdapter(ArrayAdapter):
+    """Exchanges its flags when a test asks for an update."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__(communicator)
+        self.sums = Sums(self)
+
+    @property
+    def gradient_sums(self) -> Any:
+        return [self.sums]
+
+
+def begun(communicator: Communicator, folder: Path, **changes: Any) -> tuple[Any, Model, Any]:
+    """Begin a save of step 1 in the background, of replicas that are equal."""
+    adapter, model = StepAdapter(communicator), model_of(0)
+    adapter.samples_seen = 1
+    model["running"]["mean"] += communicator.rank
+    model["weights"] |= changes.get(f"rank{communicator.rank}", {})
+    momenta = {"m": np.array([3.0])}
+    save = adapter.save_checkpoint(folder, model, momenta, state={"step": 1}, wait=False)
+    return adapter, model, save
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The writing thread stands still until this is set, as if the disk were slow."""
+    opened, write = threading.Event(), checkpoints.write_files
+
+    def late(*arguments: Any) -> Any:
+        assert opened.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoints, "write_files", late)
+    return opened
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_saved_is_the_state_at_the_call(
+    on_ranks: Any, tmp_path: Path, gate: threading.Event, size: int
+) -> None:
+    def act(communicator: Communicator) -> Any:
+        adapter, model, save = begun(communicator, tmp_path)
+        model["weights"]["w"] += 100.0  # the training continues
+        adapter.sums.update()
+        unfinished = save.done()
+        communicator.wait_for_all()
+        gate.set()
+        path = save.wait()
+        return unfinished, path, save.done(), save.wait()
+
+    final = tmp_path / "step-000000001"
+    assert on_ranks(size, act) == [(False, final, True, final)] * size
+    saved = checkpoints.load_newest(tmp_path)
+    assert saved is not None
+    assert np.asarray(saved.model["w"]).tolist() == [1.0, 2.0]
+    assert np.asarray(saved.model["mean"]).tolist() == [(size - 1) / 2]
+    assert np.asarray(saved.training["m"]).tolist() == [3.0]
+    assert not list(tmp_path.glob(".partial*"))
+
+
+def test_a_save_is_complete_some_updates_later_without_waiting(
+    on_ranks: Any, tmp_path: Path, gate: threading.Event
+) -> None:
+    """Each rank makes the same number of updates, and sees the same answer after each."""
+
+    def act(communicator: Communicator) -> list[bool]:
+        adapter, _, save = begun(communicator, tmp_path)
+        seen = []
+        while not (seen and seen[-1]):
+            adapter.sums.update()
+            seen.append(save.done())
+            if len(seen) == 4:
+                assert not list(tmp_path.glob("step-*"))
+                gate.set()
+        return seen
+
+    first, second = on_ranks(2, act)
+    assert first == second
+    assert first[:4] == [False] * 4
+    assert (tmp_path / "step-000000001").is_dir()
+
+
+def test_a_second_save_waits_for_the_first(
+    on_ranks: Any, tmp_path: Path, gate: threading.Event
+) -> None:
+    def act(communicator: Communicator) -> Any:
+        adapter, model, first = begun(communicator, tmp_path)
+        gate.set()
+        second = adapter.save_checkpoint(tmp_path, model, {}, state={"step": 2}, wait=False)
+        return first.is_over, second.wait().name
+
+    assert on_ranks(2, act) == [(True, "step-000000002")] * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001", "step-000000002"]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "text"),
+    [
+        ("disk", CheckpointError, "step 1 cannot be written"),
+        ("nan", TrainingError, "w is not finite after step 1"),
+        ("drift", HvdtrainError, "(rank 1) differs from rank 0"),
+    ],
+)
+def test_a_failure_is_raised_on_every_rank_and_the_next_save_is_right(
+    on_ranks: Any, tmp_path: Path, gate: threading.Event, trouble: str, kind: type, text: str
+) -> None:
+    wrong = {"nan": np.array([np.nan, 1.0]), "drift": np.array([1.0, 2.5])}
+    changed = {"rank0" if trouble == "nan" else "rank1": {"w": wrong.get(trouble)}}
+    if trouble == "nan":
+        changed["rank1"] = changed["rank0"]
+    ready = threading.Barrier(2)
+
+    def act(communicator: Communicator) -> Any:
+        adapter, _, save = begun(communicator, tmp_path, **({} if trouble == "disk" else changed))
+        if trouble == "disk" and communicator.is_root:
+            checkpoints.remove_partial(tmp_path)
+        ready.wait()
+        gate.set()
+        caught = None
+        try:
+            save.wait()
+        except HvdtrainError as error:
+            caught = error
+        again = adapter.save_checkpoint(tmp_path, model_of(0), {}, state={"step": 2}, wait=False)
+        return caught, again.wait()
+
+    for caught, path in on_ranks(2, act):
+        assert type(caught) is kind
+        assert text in str(caught)
+        assert path == tmp_path / "step-000000002"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000002"]
+
+
+def test_without_memory_for_a_copy_the_training_waits(
+    on_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(state, "available_memory", lambda: 2)
+
+    def act(communicator: Communicator) -> Any:
+        adapter, model, save = begun(communicator, tmp_path)
+        over = save.is_over
+        adapter.save_checkpoint(tmp_path, model, {}, state={"step": 2}, wait=False)
+        return over
+
+    with caplog.at_level(logging.WARNING):
+        assert on_ranks(2, act) == [True, True]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "saving in the background needs 0.0 GiB of memory on h, which has 0.0 GiB"
+    ]
+
+
+def test_the_thread_gives_way_to_the_training() -> None:
+    import os
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert saves._thread().submit(niceness).result() == min(19, niceness() + saves.NICE)
