@@ -211,7 +211,7 @@ class Options(CommOptions):
     )
     mtbf: float | None = option(
         None,
-        "mean time between failures of the job in hours (default: 6,334 divided by the number of "
+        "mean time between failures of the job in hours (default: 6,335 divided by the number of "
         "hosts)",
         above_zero,
     )

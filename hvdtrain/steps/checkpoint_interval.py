@@ -14,7 +14,7 @@ from dataclasses import dataclass
 HOUR = 3600.0
 # Of one host with 8 GPUs: 419 unexpected interruptions in 54 days on 2,048 hosts ("The Llama 3 Herd
 # of Models", 2024, section 3.3.4). Failures of hosts without GPUs are rarer.
-HOST_HOURS = 54 * 24 * 2048 / 419
+HOST_HOURS = round(54 * 24 * 2048 / 419)
 FIRST = 10  # updates before the first save, which measures its cost
 
 

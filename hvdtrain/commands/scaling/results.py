@@ -152,7 +152,7 @@ def summarize(runs: Sequence[MeasuredRun]) -> tuple[RankResult, ...]:
 def _result(point: Point, runs: Sequence[MeasuredRun]) -> RankResult:
     first = runs[0]
     hosts, cores = first.summary.hosts, first.cores
-    threads = math.ceil(point.ranks / (hosts or 1)) * (first.threads or 1)
+    threads = first.per_host * (first.threads or 1)
     splits = [run.split for run in runs]
     split = {
         part: statistics.fmean(run_split[part] for run_split in splits)

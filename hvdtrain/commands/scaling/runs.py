@@ -77,6 +77,11 @@ class MeasuredRun:
         return f"{self.ranks}-{self.repeat}"
 
     @property
+    def per_host(self) -> int:
+        """Ranks on the fullest host; all of them if the number of hosts is unknown."""
+        return math.ceil(self.ranks / (self.summary.hosts or 1))
+
+    @property
     def rate(self) -> float:
         """Images per second over all ranks; 0 before the run."""
         return float(self.summary.images_per_second_mean or 0)
