@@ -1,6 +1,7 @@
 """The datasets that can be fetched: their public addresses, and how their files are unpacked.
 
-Addresses, sizes and checksums are the publishers'; COCO's publishers have no checksums.
+Addresses, sizes and checksums are the publishers'. COCO's publishers have no checksums:
+these are the ones on which its users agree, e.g. PaddlePaddle and MLPerf.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Remote:
     url: str  # its public address
     size: int  # bytes
     holds: tuple[str, ...]  # files or folders of the dataset's folder that it contains
-    md5: str = ""  # as published; empty: none, the archive's checksums are used
+    md5: str  # MD5 checksum of the published file
 
     @property
     def name(self) -> str:
@@ -190,12 +191,19 @@ DATA_SETS = (
                 "http://images.cocodataset.org/annotations/annotations_trainval2017.zip",
                 252_907_541,
                 ("annotations",),
+                "f4bbac642086de4f52a3fdda2de5fa2c",
             ),
             Remote(
-                "http://images.cocodataset.org/zips/val2017.zip", 815_585_330, ("val2017",)
+                "http://images.cocodataset.org/zips/val2017.zip",
+                815_585_330,
+                ("val2017",),
+                "442b8da7639aecaf257c1dceb8ba8c80",
             ),
             Remote(
-                "http://images.cocodataset.org/zips/train2017.zip", 19_336_861_798, ("train2017",)
+                "http://images.cocodataset.org/zips/train2017.zip",
+                19_336_861_798,
+                ("train2017",),
+                "cced6f7f71b7629ddf16f17bbcfab6b2",
             ),
         ),
         coco,

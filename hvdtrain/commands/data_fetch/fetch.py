@@ -164,7 +164,7 @@ class Fetch:
             part.unlink()
         url = self.address(remote)
         self._receive(url, part, remote.size, display)
-        if remote.md5 and (md5 := _md5(part)) != remote.md5:
+        if (md5 := _md5(part)) != remote.md5:
             part.unlink()
             raise HvdtrainError(
                 f"{url}: the file has the MD5 checksum {md5} instead of {remote.md5} and was "

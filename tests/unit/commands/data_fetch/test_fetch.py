@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,14 +97,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def served(server: Server, like: str, *files: tuple[str, bytes, tuple[str, ...]]) -> DataSet:
-    """Return a dataset in the format of ``like``, with files (name, content, holds) on the server.
-
-    As in the catalogue, only COCO's files have no checksum.
-    """
+    """Return a dataset in the format of ``like``; its files are (name, content, holds)."""
     remotes = []
     for name, content, holds in files:
         server.files[name] = content
-        md5 = "" if like == "coco" else hashlib.md5(content, usedforsecurity=False).hexdigest()
+        md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
         remotes.append(Remote(f"http://nowhere.invalid/{name}", len(content), holds, md5))
     return dataclasses.replace(NAMED[like], remotes=tuple(remotes))
 
@@ -139,6 +137,12 @@ def files_below(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and ".data-fetch" not in path.parts
     }
+
+
+def test_every_download_has_a_checksum() -> None:
+    sums = [remote.md5 for data_set in DATA_SETS for remote in data_set.remotes]
+    assert len(set(sums)) == len(sums) == 13
+    assert all(re.fullmatch("[0-9a-f]{32}", md5) for md5 in sums)
 
 
 @pytest.mark.parametrize(
@@ -294,13 +298,12 @@ METHOD = ZIP.index(b"PK\1\2") + 10  # the compression method, in the directory
 
 @pytest.mark.parametrize("position", [len(ZIP) // 2, METHOD], ids=["content", "method"])
 def test_a_damaged_zip_is_downloaded_again(position: int, server: Server, tmp_path: Path) -> None:
-    data_set = served(server, "coco", ("v.zip", ZIP, ("val2017",)))
-    server.files["v.zip"] = flipped(ZIP, position, 77)
+    data_set = served(server, "coco", ("v.zip", flipped(ZIP, position, 77), ("val2017",)))
     with pytest.raises(HvdtrainError, match="cannot be unpacked"):
         Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {}
     assert not (tmp_path / ".data-fetch" / "coco" / "v.zip").exists()
-    server.files["v.zip"] = ZIP
+    data_set = served(server, "coco", ("v.zip", ZIP, ("val2017",)))
     Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {"val2017/000000000007.jpg": NOISE}
 
