@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html.parser
+import re
 
 VOID = ("meta", "img", "br", "input", "rect", "line", "path", "polygon")
 
@@ -12,6 +15,7 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
+        self.page = page
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.scripts: list[str] = []
@@ -44,9 +48,15 @@ class Page(html.parser.HTMLParser):
         return [attributes for tag, attributes in self.elements if tag == "img"]
 
     def check_self_contained(self) -> None:
-        """Check that it loads nothing, and that no text became a handler of an event."""
+        """Check that it loads nothing, and that its policy admits its own style and script only."""
         assert not self.tags & {"link", "iframe", "object", "embed"}
         for _, attributes in self.elements:
-            assert not attributes.keys() & {"href", "action"}
+            assert not attributes.keys() & {"href", "action", "style"}
             assert not any(name.startswith("on") for name in attributes)
             assert (attributes.get("src") or "data:").startswith("data:")
+        assert "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:" in self.page
+        for kind in ("style", "script"):
+            (admitted,) = re.findall(rf"{kind}-src '(.*?)'", self.page)
+            for text in re.findall(f"<{kind}>(.*?)</{kind}>", self.page, re.DOTALL):
+                digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+                assert admitted == f"sha256-{digest}"

@@ -35,7 +35,7 @@ def render(facts: TimelineFacts, analysis: Analysis, recorder: Recorder) -> str:
         subject=printable(facts.file.path),
         head=report.head(facts),
         verdict=facts.verdict,
-        script=Markup("\n".join((WEB / name).read_text() for name in SCRIPTS)),
+        code=Markup("\n".join((WEB / name).read_text() for name in SCRIPTS)),
         picture=picture(columns, width, facts.seconds),
         ticks=ticks(facts.file.begin, facts.seconds),
         tables=_tables(facts),

@@ -1,11 +1,13 @@
 """HTML pages of one look: ``base.html`` has the frame, the style and the tables of all pages.
 
 A page is a single file without references to the network, and its text is escaped, as names of
-tensors and files are untrusted.
+tensors and files are untrusted. Its content security policy admits only its own style and script.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,9 +43,15 @@ def render(template: Path, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.filters["digest"] = digest
     created = time.strftime("%d %B %Y, %H:%M")
     page = environment.get_template(template.name)
     return page.render(created=created, version=__version__, **values)
+
+
+def digest(text: str) -> str:
+    """Return the source expression of a content security policy that admits ``text``."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def write(target: Path, text: str) -> None:
