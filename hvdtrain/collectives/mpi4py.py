@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 from typing_extensions import override
 
-from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
+from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector, split
 
 SPIN = 0.001  # seconds of polling; most waits are shorter
 NAP = 0.001  # seconds between tests afterwards
@@ -25,6 +25,15 @@ def wait_for_all(world: MPI.Comm) -> None:
     while not request.Test():
         if time.perf_counter() > spun:
             time.sleep(NAP)
+
+
+def gather_bytes(world: MPI.Comm, data: bytes) -> list[bytes]:
+    """Return the bytes of all ranks of ``world``; mpi4py's ``allgather`` would unpickle them."""
+    lengths = np.empty(world.size, np.int64)
+    world.Allgather(np.array([len(data)]), lengths)
+    joined = np.empty(lengths.sum(), np.uint8)
+    world.Allgatherv(np.frombuffer(data, np.uint8), (joined, lengths))
+    return split(joined.tobytes(), lengths.tolist())
 
 
 class Mpi4py(Communicator):
@@ -41,7 +50,7 @@ class Mpi4py(Communicator):
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
-        return self.world.allgather(data)
+        return gather_bytes(self.world, data)
 
     @override
     def wait_for_all(self) -> None:

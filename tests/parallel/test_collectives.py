@@ -51,6 +51,29 @@ def test_the_lesson(size: int, tmp_path: Path) -> None:
     assert page.read_text().count("<svg") == len(shown)
 
 
+UNPICKLES = """
+import runpy, sys
+from mpi4py import MPI
+def refuse(*_): raise AssertionError("a pickle")
+MPI.pickle.__init__(refuse, refuse)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "hvdtrain.collectives",
+        "hvdtrain.collectives --study --sizes=4 --seconds=0.001 --gradient-mb=0.01",
+        "hvdtrain.commands.doctor.rank_report",
+        "hvdtrain.mnist --strategy=mpi --num-steps=2 --quiet",
+    ],
+)
+def test_no_rank_unpickles_what_mpi_brings(program: str) -> None:
+    outcome = ranks(2, "-c", UNPICKLES, *program.split())
+    assert outcome.code == 0, outcome.err[-3000:]
+
+
 def test_times_of_each_library() -> None:
     words = ("--time", "--json", "--sizes=4,65536", "--seconds=0.001")
     outcome = resident.ranks(2, "-m", "hvdtrain.collectives", *words)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.system.output.page import Section
 from hvdtrain.system.output.tables import TitledTable, entry
+
+if TYPE_CHECKING:
+    from hvdtrain.collectives.mpi4py import Mpi4py
 
 Cells = list[int]
 Numbers = NDArray[np.int64]
@@ -43,7 +46,8 @@ class Demonstration:
     effect: str
     use: str
     before: Callable[[int, int], Cells]  # data of a rank, from rank and size
-    run: Callable[[World, Numbers], Any]  # returns the numbers of this rank after it, if any
+    after: Callable[[int, int], Cells]  # the same after it, here only for the length
+    run: Callable[[World, Numbers, Numbers], object]  # from the former to the latter
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,9 @@ class Outcome:
         return {**meaning, "before": self.before, "after": self.after}
 
 
-def run_all(world: World) -> list[Outcome]:
+def run_all(ranks: Mpi4py) -> list[Outcome]:
     """Perform each collective and return the outcomes on all ranks; all ranks together."""
-    return [_outcome(world, collective) for collective in COLLECTIVES]
+    return [_outcome(ranks, collective) for collective in COLLECTIVES]
 
 
 def text(outcomes: list[Outcome]) -> str:
@@ -146,11 +150,11 @@ def _cells(numbers: Cells) -> str:
     return " ".join(map(str, numbers)) or "-"
 
 
-def _outcome(world: World, collective: Demonstration) -> Outcome:
-    before = collective.before(world.rank, world.size)
-    received = collective.run(world, np.array(before, np.int64))
-    after = [] if received is None else np.ravel(received).tolist()
-    held = world.allgather((before, after))
+def _outcome(ranks: Mpi4py, collective: Demonstration) -> Outcome:
+    before = collective.before(ranks.rank, ranks.size)
+    received = np.zeros_like(collective.after(ranks.rank, ranks.size), np.int64)
+    collective.run(ranks.world, np.array(before, np.int64), received)
+    held = ranks.gather_json([before, received.tolist()])
     return Outcome(collective, [first for first, _ in held], [last for _, last in held])
 
 
@@ -172,19 +176,17 @@ def _several_on_root(rank: int, size: int) -> Cells:
     return _several(rank, size) if rank == 0 else []
 
 
-# Collectives that need more than one call or argument
+# Collectives that need more than one argument besides the numbers
 
 
-def _reduce_scatter(world: World, mine: Numbers) -> Numbers:
-    total = np.empty(1, np.int64)
-    world.Reduce_scatter_block(mine, total)
-    return total
+def _broadcast(world: World, mine: Numbers, received: Numbers) -> None:
+    received[:] = mine
+    world.Bcast(received)
 
 
-def _send_and_receive(world: World, mine: Numbers) -> Numbers:
+def _send_and_receive(world: World, mine: Numbers, received: Numbers) -> None:
     following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    received: Numbers = world.sendrecv(mine, dest=following, source=previous)
-    return received
+    world.Sendrecv(mine, dest=following, recvbuf=received, source=previous)
 
 
 COLLECTIVES = (
@@ -193,61 +195,70 @@ COLLECTIVES = (
         "all ranks get the data of rank 0",
         "step 6, all replicas start with the weights of rank 0.",
         _several,
-        lambda world, mine: world.bcast(mine),
+        _several,
+        _broadcast,
     ),
     Demonstration(
         "scatter",
         "rank 0 distributes its data, one part per rank",
         "data read by one rank. Not needed in step 3: every rank reads its own part.",
         _several_on_root,
-        lambda world, mine: world.scatter(mine),
+        _single,
+        lambda world, mine, received: world.Scatter(mine, received),
     ),
     Demonstration(
         "gather",
         "rank 0 gets the data of all ranks, by rank",
         "logs and results written by one rank.",
         _single,
-        lambda world, mine: world.gather(mine),
+        _several_on_root,
+        lambda world, mine, received: world.Gather(mine, received),
     ),
     Demonstration(
         "reduce",
         "rank 0 gets the sum",
         "a loss shown by rank 0 only.",
         _several,
-        lambda world, mine: world.reduce(mine),
+        _several_on_root,
+        lambda world, mine, received: world.Reduce(mine, received),
     ),
     Demonstration(
         "allreduce",
         "all ranks get the sum; a reduce and a broadcast in one",
         "step 5, the gradients of the global batch; step 8, the metrics of all samples.",
         _several,
-        lambda world, mine: world.allreduce(mine),
+        _several,
+        lambda world, mine, received: world.Allreduce(mine, received),
     ),
     Demonstration(
         "allgather",
         "all ranks get the data of all ranks; a gather and a broadcast in one",
         "step 1, hosts and software of the ranks; digests of the replicas.",
         _single,
-        lambda world, mine: world.allgather(mine),
+        _several,
+        lambda world, mine, received: world.Allgather(mine, received),
     ),
     Demonstration(
         "reduce-scatter",
         "each rank gets its part of the sum; followed by an allgather, an allreduce",
         "ZeRO and FSDP, in which a rank updates only its part of the weights.",
         _several,
-        _reduce_scatter,
+        _single,
+        lambda world, mine, received: world.Reduce_scatter_block(mine, received),
     ),
     Demonstration(
         "alltoall",
         "each rank distributes its data; rows become columns",
         "mixtures of experts, in which samples are sent to the rank of their expert.",
         _several,
-        lambda world, mine: world.alltoall(mine),
+        _several,
+        lambda world, mine, received: world.Alltoall(mine, received),
     ),
     Demonstration(
         "send and receive",
         "each rank sends to the next; not a collective, but the basis of them",
         "pipelines, whose stages send activations; the steps of a ring allreduce.",
+        _single,
         _single,
         _send_and_receive,
     ),

@@ -187,7 +187,7 @@ def show_lesson(ranks: Mpi4py) -> ProgramOutput:
     """Perform each collective once on small arrays; all ranks together."""
     from hvdtrain.commands.collectives import lesson
 
-    outcomes = lesson.run_all(ranks.world)
+    outcomes = lesson.run_all(ranks)
     data = {"ranks": ranks.size, "lesson": [outcome.to_json() for outcome in outcomes]}
     return ProgramOutput(lesson.text(outcomes), data, partial(lesson.section, outcomes))
 

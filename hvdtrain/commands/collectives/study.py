@@ -10,6 +10,7 @@ not available, of hvdtrain (slower, in Python).
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
 import socket
@@ -25,7 +26,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hvdtrain.collectives.cost import RABENSEIFNER, RECURSIVE_DOUBLING, RING, Law, Message, fit
-from hvdtrain.collectives.mpi4py import wait_for_all
+from hvdtrain.collectives.mpi4py import gather_bytes, wait_for_all
 from hvdtrain.commands.collectives import algorithms
 from hvdtrain.commands.collectives.algorithms import (
     MPI_CHOICE,
@@ -88,7 +89,7 @@ def candidates(world: World) -> tuple[list[Algorithm], list[str]]:
         compared += [_of_open_mpi(world, number) for number in OPEN_MPI_ALGORITHMS]
     except HvdtrainError as error:
         notes.append(f"algorithms of Open MPI are not available: {error}")
-    names = world.allgather(socket.gethostname())
+    names = gather_bytes(world, socket.gethostname().encode())
     hierarchical = algorithms.Hierarchical(world, names.index(names[world.rank]))
     implemented: tuple[tuple[str, algorithms.Algorithm, Law | None], ...] = (
         ("ring", algorithms.ring, RING),
@@ -232,9 +233,10 @@ def compare(
     began = time.perf_counter()
     for algorithm in compared:
         _once(world, algorithm, data)
-    repeats = world.bcast(repeats_for(time.perf_counter() - began, budget))
-    mine = np.empty((repeats, len(compared)))
-    for repeat in range(repeats):
+    repeats = np.array(repeats_for(time.perf_counter() - began, budget))
+    world.Bcast(repeats)
+    mine = np.empty((int(repeats), len(compared)))
+    for repeat in range(int(repeats)):
         order = np.random.default_rng(repeat).permutation(len(compared))  # the same on all ranks
         for index in order:
             mine[repeat, index] = _once(world, compared[index], data)
@@ -250,7 +252,9 @@ def _check(world: World, algorithm: Algorithm, data: Floats) -> None:
     data.fill(world.rank + 1)
     algorithm.run(data)
     expected = world.size * (world.size + 1) / 2
-    if not world.allreduce(bool((data == expected).all()), op=MPI.LAND):
+    right = np.array((data == expected).all())
+    world.Allreduce(MPI.IN_PLACE, right, op=MPI.LAND)
+    if not right:
         raise HvdtrainError(f"{algorithm.name}: a sum over {world.size} ranks is not {expected}")
 
 
@@ -302,6 +306,7 @@ def _link(rows: Sequence[StudyRow], laws: dict[str, Law | None]) -> LinkFacts:
 
 def _machine(world: World) -> tuple[int, int]:
     """Return the numbers of hosts and cores of the ranks."""
-    pairs = world.allgather((socket.gethostname(), sorted(os.sched_getaffinity(0))))
-    cores = {(host, core) for host, local in pairs for core in local}
+    local = json.dumps([socket.gethostname(), sorted(os.sched_getaffinity(0))])
+    pairs = [json.loads(data) for data in gather_bytes(world, local.encode())]
+    cores = {(host, core) for host, numbers in pairs for core in numbers}
     return len({host for host, _ in pairs}), len(cores)

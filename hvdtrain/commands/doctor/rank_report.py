@@ -13,9 +13,11 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 import hvdtrain
 from hvdtrain.steps.integrity import BOOT_ID, source_digest
@@ -26,6 +28,9 @@ from hvdtrain.system.machine.network import has_fabric
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
+
+if TYPE_CHECKING:
+    from hvdtrain.collectives.mpi4py import Mpi4py
 
 ROUNDS = 20  # exchanges with each host to compare clocks; the fastest counts
 
@@ -60,9 +65,9 @@ class WorldReport:
 def main() -> int:
     """Gather the reports of all ranks and print them on rank 0."""
     set_defaults(MPI_VARIABLES)
-    from mpi4py import MPI
+    from hvdtrain.collectives.mpi4py import Mpi4py
 
-    world = MPI.COMM_WORLD
+    world = Mpi4py()
     driver, libraries = gpus.find_driver(), mpi_library.loaded()
     host, sees_directory = socket.gethostname(), _sees_directory(world)
     ahead = _clocks(world, host)
@@ -80,8 +85,8 @@ def main() -> int:
         sees_directory=sees_directory,
         clock_ahead=ahead.get(host, 0.0),
     )
-    all_ranks = world.gather(asdict(local))
-    if all_ranks is not None:
+    all_ranks = world.gather_json(local)
+    if world.is_root:
         announced = detect(os.environ).size
         report = {"size": world.size, "announced": announced, "ranks": all_ranks}
         sys.stdout.write(json.dumps(report) + "\n")
@@ -102,27 +107,27 @@ def software() -> dict[str, str]:
     return installed | versions("horovod")
 
 
-def _sees_directory(world: Any) -> bool:
+def _sees_directory(world: Mpi4py) -> bool:
     """Return whether this rank sees a file that rank 0 has just created; all ranks must call it."""
     file = None
-    if world.rank == 0:
+    if world.is_root:
         with suppress(OSError):
             file = tempfile.NamedTemporaryFile(prefix=".hvdtrain-doctor-", dir=Path.cwd())  # noqa: SIM115
-    name = world.bcast(file.name if file else None)
-    seen = name is not None and Path(name).is_file()
-    world.barrier()
+    name = os.fsdecode(world.broadcast_bytes(os.fsencode(file.name if file else "")))
+    seen = bool(name) and Path(name).is_file()
+    world.wait_for_all()
     if file:
         file.close()
     return seen
 
 
-def _clocks(world: Any, host: str) -> dict[str, float]:
+def _clocks(world: Mpi4py, host: str) -> dict[str, float]:
     """Return the seconds that each host's clock is ahead; all ranks must call it.
 
     Cristian's algorithm: the other clock is read half-way between request and reply; of several
     exchanges the fastest is the most exact.
     """
-    hosts = world.allgather(host)
+    hosts, clock = world.gather_json(host), np.empty(1)
     host_ranks = {host: hosts.index(host) for host in hosts}
     ahead = {}
     for host, rank in host_ranks.items():
@@ -130,18 +135,19 @@ def _clocks(world: Any, host: str) -> dict[str, float]:
             continue
         if world.rank == rank:
             for _ in range(ROUNDS):
-                world.recv(source=0)
-                world.send(time.time(), dest=0)
+                world.world.Recv(clock, source=0)
+                clock[0] = time.time()
+                world.world.Send(clock, dest=0)
         elif world.rank == 0:
             rounds = []
             for _ in range(ROUNDS):
                 before = time.time()
-                world.send(None, dest=rank)
-                remote = world.recv(source=rank)
+                world.world.Send(clock, dest=rank)
+                world.world.Recv(clock, source=rank)
                 after = time.time()
-                rounds.append((after - before, remote - (before + after) / 2))
+                rounds.append((after - before, float(clock[0]) - (before + after) / 2))
             ahead[host] = min(rounds)[1]
-    return dict(world.bcast(ahead))
+    return dict(world.gather_json(ahead)[0])
 
 
 if __name__ == "__main__":
