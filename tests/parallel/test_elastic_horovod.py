@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import http.client
 import json
+import pickle
 import random
 import re
 import subprocess
 import sys
 import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 
@@ -126,6 +130,54 @@ def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
     assert job.summary["world_size"] == size
     assert (job.summary["stopped"], job.summary["steps_completed"]) == ("steps", STEPS)
     assert job.summary["samples_trained"] == STEPS * BATCH == 5 * 1500  # each of each epoch once
+
+
+ANSWERS = """
+import os, time
+print("driver", os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HVDTRAIN_SLOT"], flush=True)
+time.sleep(100)
+"""
+
+
+class Bomb:
+    """An object whose pickle creates ``file`` when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_the_driver_answers_only_ranks_of_the_job(tmp_path: Path) -> None:
+    words = ("--min=1", "--max=1", "--", sys.executable, "-c", ANSWERS)
+    with Job(tmp_path, ANSWERS, *words) as job:
+        lines = iter(job.process.stdout or ())
+        _, address, slot = next(line.split() for line in lines if line.startswith("driver "))
+        server, _, secret = address.partition("/")
+        host, port = server.split(":")
+
+        def request(path: str, method: str = "GET", body: bytes = b"") -> int:
+            connection = http.client.HTTPConnection(server, timeout=20)
+            connection.request(method, path, body)
+            return connection.getresponse().status
+
+        for guess in ("", "/x", f"/{secret[:-1]}", f"/{secret}0", "/%s:1" % ("0" * len(secret))):
+            assert request(f"{guess}/lost/{slot}") == HTTPStatus.FORBIDDEN
+            assert request(f"{guess}/scope/key", "PUT") == HTTPStatus.FORBIDDEN
+            assert request(f"{guess}/global/0", "DELETE") == HTTPStatus.FORBIDDEN
+            assert request(f"{guess}/", "HEAD") == HTTPStatus.FORBIDDEN
+        assert request(f"/{secret}/lost/{slot}") == request(f"/{secret}:1/lost/{slot}") == 200
+        # Even a rank's message is not unpickled.
+        bomb = base64.b64encode(pickle.dumps(Bomb(tmp_path / "executed")))
+        assert request(f"/{secret}/worker_addresses/{slot}", "PUT", bomb) == HTTPStatus.OK
+        assert not (tmp_path / "executed").exists()
+        # No process shows the secret to other users, and no other interface has the port.
+        shown = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
+        assert any(ANSWERS in line for line in shown) and secret not in "".join(shown)
+        ports = psutil.Process(job.process.pid).net_connections()
+        listening = [each.laddr for each in ports if each.status == psutil.CONN_LISTEN]
+        assert listening == [(host, int(port))] == [("127.0.0.1", int(port))]
 
 
 @on_demand

@@ -8,6 +8,7 @@ at most an hour. The ranks get the real host names.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import subprocess
 import threading
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assignments
@@ -22,7 +24,12 @@ from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.elastic.discovery import HostDiscovery
 from horovod.runner.elastic.driver import ElasticDriver
 from horovod.runner.elastic.rendezvous import create_rendezvous_handler
-from horovod.runner.http.http_server import RendezvousServer
+from horovod.runner.http.http_server import (
+    RendezvousHandler,
+    RendezvousHTTPServer,
+    RendezvousServer,
+)
+from horovod.runner.util.threads import in_thread
 from typing_extensions import override
 
 from hvdtrain.commands.launch.hosts import Host
@@ -201,11 +208,40 @@ class PoolDriver(ElasticDriver):
         return super()._update_host_assignments(current_hosts)
 
 
-def make_handler(driver: PoolDriver) -> type:
+class Server(RendezvousServer):
+    """Horovod's server of its driver, for whoever knows the job's secret."""
+
+    def open(self, driver: PoolDriver, address: str, secret: str) -> int:
+        """Listen at ``address`` only, and return the port."""
+        handler = make_handler(driver, secret)
+        self._httpd = RendezvousHTTPServer((address, 0), handler, verbose=0)
+        self._httpd.daemon_threads = True  # requests may wait for ranks that never come
+        self._httpd.handle_error = lambda *_: None  # a rank ended while it waited
+        self._listen_thread = in_thread(self._httpd.serve_forever)
+        return int(self._httpd.server_port)
+
+
+def make_handler(driver: PoolDriver, secret: str) -> type:
     """Return the class that answers the requests of ranks to ``driver``."""
     base: Any = create_rendezvous_handler(driver)
 
     class Handler(base):
+        def parse_request(self) -> bool:
+            """Take the secret off the path; refuse a request without it."""
+            if not super().parse_request():
+                return False
+            first, _, rest = self.path.removeprefix("/").partition("/")
+            self.path = f"/{rest}"
+            # Horovod's own requests have the port after the secret.
+            if hmac.compare_digest(first.partition(":")[0].encode(), secret.encode()):
+                return True
+            self.send_status_code(HTTPStatus.FORBIDDEN)
+            return False
+
+        def _put_value(self, scope: str, key: str, value: bytes) -> None:
+            # Horovod's handler unpickles the addresses of its own workers, of which there are none.
+            RendezvousHandler._put_value(self, scope, key, value)
+
         def _get_value(self, scope: str, key: str) -> Any:
             if scope == elastic.CHANGED:
                 return (elastic.YES if driver.hosts_changed() else elastic.NO).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -11,18 +12,17 @@ import time
 from collections.abc import Iterable, Sequence
 
 import psutil
-from horovod.runner.http.http_server import RendezvousServer
 from horovod.runner.util.network import get_driver_ip
 
 from hvdtrain.commands.launch import host_process
 from hvdtrain.commands.launch.elastic_driver import (
     POLL,
     PoolDriver,
+    Server,
     Slot,
     assign_ranks,
     choose_slots,
     host_of,
-    make_handler,
     slot_names,
 )
 from hvdtrain.commands.launch.host_process import INTERFACE, PATIENCE, RESTART, STOP, release
@@ -124,12 +124,10 @@ class ElasticJob:
         self.lost: set[str] = set()  # those of them that count as lost
         # Horovod's runner logs to the root logger; its messages are reported here.
         logging.getLogger().addFilter(lambda record: False)
-        self.server = RendezvousServer()
-        self.driver = PoolDriver(pool, self.server)
-        self.address = driver_address(pool)
-        self.port = self.server.start(make_handler(self.driver))
-        self.server._httpd.daemon_threads = True  # requests may wait for ranks that never come
-        self.server._httpd.handle_error = lambda *_: None  # a rank ended while it waited
+        self.address, self.secret = driver_address(pool), secrets.token_hex()
+        server = Server()
+        self.driver = PoolDriver(pool, server)
+        self.port = server.open(self.driver, self.address, self.secret)
 
     def run(self) -> int:
         """Run to the end; return the exit code.
@@ -186,6 +184,7 @@ class ElasticJob:
             log.warning("hvdtrain: %s: %s", command.argv[0], error.strerror)
             self.driver.codes[slot.rank] = NOT_FOUND
             return NOT_FOUND, time.time()
+        host_process.send(process, f"{self.secret}\n".encode())
         self.driver.running[slot.hostname] = process
         while process.poll() is None:
             if any(event.is_set() for event in events):

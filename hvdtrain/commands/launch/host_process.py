@@ -15,7 +15,8 @@ like torchrun, except that
 ``python -m hvdtrain.commands.launch.host_process horovod`` starts a command as the rank of a slot
 of an elastic job. A rank that requests it is restarted, with the number that the driver assigns to
 the slot then; otherwise the process ends with the rank, and with its exit code. On the order
-``STOP`` the rank saves and stops, as on a signal; on ``RESTART`` it is killed and restarted.
+``STOP`` the rank saves and stops, as on a signal; on ``RESTART`` it is killed and restarted. The
+first line on standard input is the secret of the driver.
 """
 
 from __future__ import annotations
@@ -200,10 +201,15 @@ def run_slot(words: Sequence[str]) -> int:
         else:
             request_stop()
 
+    # The secret comes by the leash, as everybody on the host can read a command line.
+    with open(STANDARD_INPUT, "rb", buffering=0, closefd=False) as leash:
+        secret = leash.readline().decode().strip()
     heed(handle)
+    address = os.environ[elastic.ADDRESS]
     environ: dict[str, str] = {}
     if INTERFACE not in os.environ:
-        environ[INTERFACE] = interface_towards(os.environ[elastic.ADDRESS]) or "lo"
+        environ[INTERFACE] = interface_towards(address) or "lo"
+    os.environ[elastic.ADDRESS] = f"{address}:{os.environ[elastic.PORT]}/{secret}"
     while True:
         restart.clear()
         code = exit_code(start(Command(tuple(words), environ)).wait())

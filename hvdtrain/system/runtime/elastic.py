@@ -18,7 +18,9 @@ from collections.abc import Callable
 
 from hvdtrain.system.runtime.detect import SLOT
 
-ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"  # of the driver
+# Of the driver. In a rank the address is HOST:PORT/SECRET: Horovod requests http://ADDRESS:PORT/...,
+# so that the job's secret is the first part of each path, which the driver checks.
+ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 EXIT_RESTART = 76  # of a rank that is to be restarted
 EVERY = 1.0  # seconds between queries for other slots, the driver's own interval
 
@@ -34,9 +36,10 @@ def query_driver(question: str) -> str:
     Raises:
         OSError: the driver cannot be reached.
     """
-    connection = http.client.HTTPConnection(os.environ[ADDRESS], int(os.environ[PORT]))
+    server, _, secret = os.environ[ADDRESS].partition("/")
+    connection = http.client.HTTPConnection(server)
     try:
-        connection.request("GET", f"/{question}/{os.environ[SLOT]}")
+        connection.request("GET", f"/{secret}/{question}/{os.environ[SLOT]}")
         return connection.getresponse().read().decode()
     except http.client.HTTPException as error:
         raise OSError(f"the driver ended during a request: {error!r}") from error
