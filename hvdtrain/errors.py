@@ -26,6 +26,10 @@ class HvdtrainError(Exception):
     exit_code = EXIT_FAILURE
     agreed = False  # whether all ranks raise it together, so that only rank 0 prints it
 
+    def __str__(self) -> str:
+        """Return the message in one line: names in it may contain control characters."""
+        return "".join(c if c.isprintable() else "?" for c in super().__str__())
+
 
 class UsageError(HvdtrainError):
     """Wrong use, configuration or input: unknown value, missing or broken data, wrong launch."""

@@ -284,7 +284,8 @@ def check_origin(
     Raises:
         UsageError: naming each difference with both values.
     """
-    saved = checkpoint.state.get("origin", {})
+    saved = checkpoint.state.get("origin")
+    saved = saved if isinstance(saved, dict) else {}
     wrong = [
         f"{key} {saved.get(key)!r} there, {value!r} here"
         for key, value in origin.items()

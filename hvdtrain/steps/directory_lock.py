@@ -197,7 +197,7 @@ def _read_holder(path: Path) -> Holder | None:
     """Return the holder of the lock ``path``, or None."""
     owner = None
     # The owner is unknown if the file is incomplete, damaged or not readable.
-    with contextlib.suppress(OSError, ValueError, OverflowError):
+    with contextlib.suppress(OSError, ValueError, OverflowError, RecursionError):
         owner = msgspec.json.decode(read_regular(path), type=Owner)
         str(owner)
     try:

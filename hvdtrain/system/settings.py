@@ -61,6 +61,7 @@ def _check_size(text: str) -> None:
     import yaml  # takes seconds on a cold disk, and most commands do not need it
 
     opened: list[Any] = []  # start marks of the open collections
+    line = 1
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
             line = event.start_mark.line + 1 if event.start_mark else 1
@@ -80,6 +81,8 @@ def _check_size(text: str) -> None:
         raise _explained(error, text, opened) from error
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise _BrokenError(1, str(error)) from error
+    except (ValueError, OverflowError) as error:  # a number of an escape or a version
+        raise _BrokenError(line, str(error)) from error
 
 
 def _explained(error: yaml.MarkedYAMLError, text: str, opened: Sequence[Any] = ()) -> _BrokenError:

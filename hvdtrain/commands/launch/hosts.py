@@ -23,6 +23,9 @@ MOST_BRACKETS = 8  # per name
 SHOWN = 200  # characters of an invalid value
 
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+LONGEST_NAME = 255  # characters, as in the DNS
+# mpirun would read a name that starts with a dash as an option.
+_NAME = re.compile(rf"[A-Za-z0-9_][\w.-]{{0,{LONGEST_NAME - 1}}}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,12 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation:
         return Allocation("LSF", read_hostfile(file, "LSB_DJOB_HOSTFILE"))
     if environ.get("LSB_MCPU_HOSTS"):
         words = environ["LSB_MCPU_HOSTS"].split()
-        if len(words) % 2 or not all(_NUMBER.fullmatch(number) for number in words[1::2]):
-            raise UsageError(f"LSB_MCPU_HOSTS={' '.join(words)}: expected pairs `host slots`")
-        pairs = zip(words[::2], words[1::2], strict=True)
-        return Allocation("LSF", merge(Host(name, int(slots)) for name, slots in pairs))
+        pairs = zip(words[::2], words[1::2], strict=False)
+        hosts = [Host(*_split(name, slots)) for name, slots in pairs]
+        if len(words) % 2 or not all(host.name and host.slots for host in hosts):
+            shown = " ".join(words)[:SHOWN]
+            raise UsageError(f"LSB_MCPU_HOSTS={shown}: expected pairs `host slots`")
+        return Allocation("LSF", merge(hosts))
     return Allocation("none")
 
 
@@ -106,7 +111,7 @@ def parse_lines(lines: Iterable[str], source: str) -> tuple[Host, ...]:
         name, slots = _split(words[0], options.get("slots"))
         if not name or not slots or set(options) - {"slots", "max_slots", "max-slots"}:
             raise UsageError(
-                f"{source}, line {number}: {line.strip()!r} is not of the form "
+                f"{source}, line {number}: {line.strip()[:SHOWN]!r} is not of the form "
                 "`host`, `host:4` or `host slots=4`"
             )
         hosts.append(Host(name, slots))
@@ -138,9 +143,7 @@ def _split(word: str, slots: str | None) -> tuple[str, int]:
     name, colon, suffix = word.partition(":")
     number = suffix if colon else slots if slots is not None else "1"
     valid = _NUMBER.fullmatch(number) and not (colon and slots is not None)
-    # mpirun would read a name that starts with a dash as an option.
-    plain = re.fullmatch(r"[A-Za-z0-9_][\w.-]*", name, re.ASCII)
-    return name if plain else "", int(number) if valid else 0
+    return name if _NAME.fullmatch(name) else "", int(number) if valid else 0
 
 
 def _slurm(nodes: str, environ: Mapping[str, str]) -> tuple[Host, ...]:
@@ -193,7 +196,7 @@ def expand_nodelist(text: str) -> list[str]:
         if part == ",":
             continue
         pieces = re.split(r"\[([^\]]*)\]", part.strip())
-        if len(pieces) > 2 * MOST_BRACKETS:
+        if len(pieces) > 2 * MOST_BRACKETS or len("".join(pieces[::2])) > LONGEST_NAME:
             pieces = [part]  # not a node name
         ranges = [_expand_ranges(piece, text) for piece in pieces[1::2]]
         number = math.prod(map(len, ranges))
@@ -202,7 +205,7 @@ def expand_nodelist(text: str) -> list[str]:
         for numbers in product(*ranges):
             inner = map("".join, zip(numbers, pieces[2::2], strict=True))
             names.append(pieces[0] + "".join(inner))
-    if not names or not all(re.fullmatch(r"[\w.-]+", name, re.ASCII) for name in names):
+    if not names or not all(map(_NAME.fullmatch, names)):
         raise UsageError(f"{text[:SHOWN]!r} is not a node list of Slurm such as node[01-04]")
     return names
 

@@ -98,7 +98,7 @@ def look(folder: Path) -> DirectoryResults:
     contents = DirectoryResults(folder)
     for path in _files(folder):
         relative = path.relative_to(folder)
-        if path.parent.name == PICTURES and path.suffix == ".jpg" and is_regular(path):
+        if path.parent.name == PICTURES and path.suffix == ".jpg" and path.is_file():
             contents.pictures = [*contents.pictures, relative][:FEW]
         if not path.name.endswith((".json", ".jsonl", ".json.gz")):
             continue

@@ -24,6 +24,7 @@ from scipy.optimize import least_squares
 
 from hvdtrain.collectives.cost import Law
 from hvdtrain.commands.scaling.cost_model import LAWS, Candidate, Costs, Fit, Traffic
+from hvdtrain.commands.study.records import INVALID
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, STRATEGIES
 from hvdtrain.errors import UsageError
 
@@ -228,10 +229,10 @@ def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Allredu
             table = [AllreduceTime(ranks, int(row["bytes"]), float(row["seconds"])) for row in rows]
         except OSError as error:
             raise UsageError(f"--allreduce {path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except INVALID as error:
             raise UsageError(
-                f"--allreduce {path}: not a table of allreduce times ({error!r}); create one with "
-                "`hvdtrain doctor -n N --json`"
+                f"--allreduce {path}: not a table of allreduce times ({type(error).__name__}: "
+                f"{error}); create one with `hvdtrain doctor -n N --json`"
             ) from error
         table = [row for row in table if row.nbytes > 0 and row.seconds > 0]
         if ranks < 2 or not table:

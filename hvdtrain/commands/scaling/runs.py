@@ -13,7 +13,6 @@ import csv
 import io
 import math
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from hvdtrain.steps.summary import Stopped, Summary
 LINES, TABLE = "results.jsonl", "results.csv"  # all runs, and their table
 OUT = Path("scaling")  # default directory
 WEAK, STRONG = "weak", "strong"
-MOST = sys.maxsize  # largest number in a table: sums and squares of larger ones overflow
+MOST = 2**53  # largest number in a table, as in a summary
 SHOWN = 20  # characters of a wrong value in a message
 SPLIT = ("data", "compute", "communication", "waiting", "undivided")  # parts of a step
 RUN_COLUMNS = ("ranks", "repeat", "scaling", "machine", "cores", "threads")  # fields of a run

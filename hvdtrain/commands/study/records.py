@@ -17,7 +17,8 @@ from hvdtrain.steps.summary import Summary
 log = logging.getLogger(__name__)
 
 Record = TypeVar("Record")
-INVALID = (ValueError, KeyError, TypeError, OverflowError)  # raised by parsing an invalid line
+# Raised by parsing an invalid line.
+INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 def decode(kind: type[Record], content: Any) -> Record:

@@ -32,18 +32,23 @@ from hvdtrain.system.runtime.command import Command, run
 log = logging.getLogger(__name__)
 
 Event = Mapping[str, Any]
+KEYS = {"link": ("job",), "begin": ("job", "progress"), "end": ("job",), "over": ("job", "why")}
+"""Texts that an event must have."""
 
 GO, OVER, STUCK = "go", "over", "stuck"  # what a job script reads
 
 
 def read(file: Path) -> list[Event]:
-    """Return the events so far, without incomplete lines of killed jobs."""
+    """Return the events so far, without incomplete lines of killed jobs and invalid ones."""
     events = []
-    for line in file.read_text().splitlines() if file.is_file() else []:
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
-            events.append(json.loads(line))
-        except ValueError:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        needed = KEYS.get(str(event.get("event"))) if isinstance(event, dict) else None
+        if needed and all(isinstance(event.get(key), str) for key in needed):
+            events.append(event)
     return events
 
 
@@ -116,7 +121,7 @@ def unfinished(directory: Path) -> str:
         return ""
     try:
         state = json.loads(read_regular(directory / newest / STATE_FILE))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ""
     return newest if isinstance(state, dict) and state.get("stopped", "unknown") is None else ""
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ WAITING, RUNNING, ENDED, GONE = "waiting", "running", "ended", "gone"
 
 SIGNALLED = 128  # a shell's exit code for a program that signal n ended: 128 + n
 WALLTIME_OVER = 124  # as of timeout(1)
+LONGEST, LONGEST_PATH = 255, 4096  # bytes of a file's name, and of a path
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,12 @@ class State:
     tasks: Mapping[str, State] = field(default_factory=dict)  # of an array, by number
     host: str = ""  # its first host
     failure: str = ""  # reason why the batch system holds it forever; empty: none
+
+
+def log_files(path: str) -> tuple[Path, ...]:
+    """Return the log that a batch system reports; none if no file can have such a path."""
+    possible = all(len(os.fsencode(part)) <= LONGEST for part in path.split("/"))
+    return (Path(path),) if path and possible and len(path) < LONGEST_PATH else ()
 
 
 NEVER_RAN = State(ENDED, "deleted before it ran", ran=False)

@@ -28,6 +28,7 @@ from hvdtrain.commands.submit.dialect import (
     Query,
     State,
     array_state,
+    log_files,
 )
 from hvdtrain.commands.submit.job import Job
 from hvdtrain.commands.submit.site import Site
@@ -44,6 +45,7 @@ WORDS = {"Q": "queued", "H": "held", "B": "begun", "R": "running", "E": "exiting
 WORDS |= dict.fromkeys("FX", "finished")
 
 _PLAIN = re.compile(r"[\w./+=@^%-]+", re.ASCII)  # of a path
+_STATUS = re.compile(r"-?\d{1,9}", re.ASCII)
 _TASK = re.compile(r"\d+\[(\d+)\]")  # id of a task of an array
 
 JOB_KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME in pbs_error.h
@@ -166,9 +168,9 @@ def read_json(output: str) -> State | None:
     """Return the state in the output of ``qstat -f -F json``."""
     try:
         jobs = json.loads(output)["Jobs"]
-    except (ValueError, KeyError, TypeError):
+        return _read({name: {k: str(v) for k, v in job.items()} for name, job in jobs.items()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return _read({name: {k: str(v) for k, v in job.items()} for name, job in jobs.items()})
 
 
 def read_text(output: str) -> State | None:
@@ -203,7 +205,8 @@ def _state(name: str, values: Mapping[str, str]) -> State | None:
     status = values.get("Exit_status", values.get("exit_status"))
     if letter == "F" and not status and "stime" not in values:
         return NEVER_RAN
-    code = exit_code(int(status)) if phase == ENDED and status else None
+    known = phase == ENDED and status and _STATUS.fullmatch(status)
+    code = exit_code(int(status)) if known and status else None
     comment = values.get("comment", "")
     if comment in SUBJOB:
         code = SUBJOB[comment]
@@ -213,7 +216,7 @@ def _state(name: str, values: Mapping[str, str]) -> State | None:
         phase,
         WORDS.get(letter, letter) + (f" ({comment})" if comment and phase == WAITING else ""),
         code,
-        (Path(path),) if path else (),
+        log_files(path),
         host=values.get("exec_host", "").partition("/")[0],
         failure=_failure(letter, comment, path),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from typing_extensions import override
 
@@ -20,6 +19,7 @@ from hvdtrain.commands.submit.dialect import (
     Query,
     State,
     array_state,
+    log_files,
 )
 from hvdtrain.commands.submit.job import Job, memory_megabytes
 from hvdtrain.commands.submit.site import Site
@@ -103,12 +103,12 @@ def _read_line(line: str) -> State | None:
         return NEVER_RAN
     reason = word[2] if phase == WAITING and word[2] not in (None, "None") else ""
     log = re.search(r" StdOut=(.*?)(?: [A-Z]\w*=|\s*$)", line)
-    code = re.search(r"\bExitCode=(\d+):(\d+)", line)
+    code = re.search(r"\bExitCode=(\d{1,9}):(\d{1,9})\b", line)
     return State(
         phase,
         word[1].lower() + (f" ({reason})" if reason else ""),
         exit_code(word[1], int(code[1]), int(code[2])) if phase == ENDED and code else None,
-        (Path(log[1]),) if log and log[1] else (),
+        log_files(log[1] if log else ""),
         host=host[1] if (host := re.search(r" BatchHost=(\S+)", line)) else "",
     )
 

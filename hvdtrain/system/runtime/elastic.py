@@ -22,6 +22,7 @@ from hvdtrain.system.runtime.detect import SLOT
 # so that the job's secret is the first part of each path, which the driver checks.
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 EXIT_RESTART = 76  # of a rank that is to be restarted
+MOST = 2**10  # bytes of an answer
 EVERY = 1.0  # seconds between queries for other slots, the driver's own interval
 
 # Requests: the rank of this slot, which also reports readiness and is answered when all slots have
@@ -40,9 +41,9 @@ def query_driver(question: str) -> str:
     connection = http.client.HTTPConnection(server)
     try:
         connection.request("GET", f"/{secret}/{question}/{os.environ[SLOT]}")
-        return connection.getresponse().read().decode()
-    except http.client.HTTPException as error:
-        raise OSError(f"the driver ended during a request: {error!r}") from error
+        return connection.getresponse().read(MOST).decode()
+    except (http.client.HTTPException, ValueError, OverflowError) as error:
+        raise OSError(f"no valid answer from the driver: {error!r}") from error
     finally:
         connection.close()
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from hvdtrain.errors import EXIT_FAILURE
 from hvdtrain.system.runtime.exit import fail
 
@@ -104,8 +106,14 @@ class Waits:
             self._call = None
 
     def take(self, report: bytes) -> None:
-        """Record, on rank 0, the report of another rank."""
-        rank, number, call = json.loads(report)
+        """Record, on rank 0, the report of another rank; an invalid one is ignored."""
+        try:
+            rank, number, call = msgspec.json.decode(report, type=tuple[int, int, str])
+        except (ValueError, RecursionError) as error:
+            log.debug("invalid report of a rank: %s", error)
+            return
+        if rank not in range(len(self.hosts)):
+            return
         self._waiting[rank] = Wait(number, call, time.monotonic() - REPORT)
 
     def _watch(self) -> None:

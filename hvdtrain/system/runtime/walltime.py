@@ -24,7 +24,7 @@ IS_NEAR = "the walltime is near"  # the reason that rank 0 reports
 RESERVE = 10.0  # seconds for the end of the job script, and for clock differences
 FIRST_SAVE = 10.0  # assumed seconds of a save until one is measured
 
-_CLOCK = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d{1,2}):(\d{2})")
+_CLOCK = re.compile(r"(?:(?:(\d{1,9})-)?(\d{1,9}):)?(\d{1,2}):(\d{2})")
 
 
 def parse_clock(text: str) -> int | None:

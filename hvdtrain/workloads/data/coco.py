@@ -108,7 +108,7 @@ def read(directory: Path, split: str, *, skip_broken: bool = False) -> Coco:
         )
     try:
         names, columns = _parse(read_file(directory, _annotations(split)), split)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         reason = printable(error)
         raise UsageError(f"{file} is not in COCO's form ({reason}): copy it again") from error
     if not names:

@@ -17,11 +17,13 @@ import hashlib
 import json
 import mmap
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
@@ -35,6 +37,9 @@ VERSION = 1
 IMAGES, COCO, MNIST = "image folder", "COCO", "MNIST"
 OPEN = 64  # number of shards that a process keeps open
 TYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
+_NAME = re.compile(r"[\w-]+\.tar", re.ASCII)  # of a shard
+# Errors of reading an index that is damaged, or that another program wrote.
+_WRONG = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class Shard(NamedTuple):
@@ -100,6 +105,20 @@ class PackIndex:
         data = safetensors.numpy.save(arrays, {"hvdtrain": json.dumps(header)})
         with replacing(folder / INDEX) as file:
             file.write(data)
+
+
+class _Metadata(msgspec.Struct):
+    """The JSON of an index."""
+
+    version: int
+    kind: str
+    shards: list[Shard]
+    splits: list[str]
+    files: dict[str, Member]
+    classes: list[str]
+    resize: int
+    source: str
+    arrays: str  # their digest
 
 
 def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
@@ -226,10 +245,10 @@ def _load(folder: Path) -> tuple[PackIndex, tuple[str, dict[str, NDArray[Any]]]]
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
         values = json.loads(header.pop("__metadata__")["hvdtrain"])
-        version = values.pop("version")
+        version = values["version"]
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _WRONG as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     if version != VERSION:
         raise UsageError(
@@ -242,29 +261,40 @@ def _load(folder: Path) -> tuple[PackIndex, tuple[str, dict[str, NDArray[Any]]]]
             start = 8 + length + entry["data_offsets"][0]
             arrays[name] = np.frombuffer(data, TYPES[entry["dtype"]], entry["shape"][0], start)
         fields = Split.__dataclass_fields__
-        names, digest = values.pop("splits"), values.pop("arrays")
-        splits = {name: Split(*(arrays[f"{name}.{field}"] for field in fields)) for name in names}
-        values["shards"] = [Shard(*shard) for shard in values["shards"]]
-        values["files"] = {name: Member(*member) for name, member in values["files"].items()}
-        contents = PackIndex(**values, splits=splits)
+        metadata = msgspec.convert(values, _Metadata)
+        contents = PackIndex(
+            kind=metadata.kind,
+            shards=metadata.shards,
+            splits={
+                name: Split(*(arrays[f"{name}.{field}"] for field in fields))
+                for name in metadata.splits
+            },
+            files=metadata.files,
+            classes=metadata.classes,
+            resize=metadata.resize,
+            source=metadata.source,
+        )
         _check_bounds(contents)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except _WRONG as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
-    return contents, (digest, arrays)
+    return contents, (metadata.arrays, arrays)
 
 
 def _check_bounds(contents: PackIndex) -> None:
-    """Check that all samples and files are within the shards.
+    """Check that all samples and files are within the shards, and these in the folder.
 
     Raises:
         ValueError: some are not.
     """
+    if wrong := [shard.name for shard in contents.shards if not _NAME.fullmatch(shard.name)]:
+        raise ValueError(f"{wrong[0]!r} is not the name of a shard")
     sizes = np.array([shard.size for shard in contents.shards], np.int64)
     spans = [(split.shard, split.offset, split.size) for split in contents.splits.values()]
     for name, split in contents.splits.items():
         lengths = {len(split.shard), len(split.offset), len(split.size)}
         lengths.add(int(np.count_nonzero(split.names == 0)))
-        if len(lengths) > 1 or len(split.labels) not in (0, len(split)):
+        labelled = (len(split),) if contents.kind == IMAGES else (0, len(split))
+        if len(lengths) > 1 or len(split.labels) not in labelled:
             raise ValueError(f"{name} has arrays of other lengths")
         if len(split.labels) and not 0 <= split.labels.min() <= split.labels.max() < len(
             contents.classes
@@ -276,7 +306,7 @@ def _check_bounds(contents: PackIndex) -> None:
     for shard, offset, size in spans:
         if shard.min() < 0 or offset.min() < 0 or size.min() < 0:
             raise ValueError("a sample begins before its shard")
-        if (offset + size > sizes[shard]).any():
+        if (size > sizes[shard] - offset).any():  # a sum might overflow
             raise ValueError("a sample ends after its shard")
 
 

@@ -265,7 +265,7 @@ def _idx(file: IO[bytes], name: str) -> NDArray[Any]:
         most = file.seek(0, io.SEEK_END) * (DEFLATE if gzipped else 1)
         file.seek(0)
         return _array(gzip.GzipFile(fileobj=file) if gzipped else file, name, most)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(f"{name} cannot be read ({error}): copy it again") from error
 
 

@@ -1,0 +1,44 @@
+"""``python -m tests.fuzz TARGET... --seconds N``: search with a limit of time in a process each."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.fuzz.targets import TARGETS
+
+STARTING = 120  # seconds for imports, and for the last input
+
+
+def main() -> int:
+    """Search in each target; return 1 if there are findings."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("targets", nargs="+", metavar="TARGET", choices=[*TARGETS, "all"])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--out", type=Path, help="folder of the inputs found (a new one)")
+    arguments = parser.parse_args()
+    out = arguments.out or Path(tempfile.mkdtemp(prefix="fuzz-found-"))
+    failed = False
+    for name in TARGETS if "all" in arguments.targets else arguments.targets:
+        folder = out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-B", "-m", "tests.fuzz.search"]
+        process = subprocess.run(
+            [*command, name, str(arguments.seconds), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stderr=(log := (folder / "log").open("wb")),
+            timeout=arguments.seconds + STARTING,
+            check=False,
+        )
+        log.close()
+        if process.returncode:
+            print(f"{name}: exit code {process.returncode}; see {folder}", flush=True)
+        failed |= process.returncode != 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

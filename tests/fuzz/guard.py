@@ -1,0 +1,115 @@
+"""The promise that each reader keeps for any input: a result, or one line of error."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import HvdtrainError
+from tests.fuzz.targets import Target
+
+SECONDS = 2.0  # maximum time of this process, not of a busy machine
+HANG = 10.0  # seconds of it after which it is interrupted
+GROWTH = 200 * 2**10  # maximum growth of memory, in KiB
+LONGEST = 4000  # characters of a message
+STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "os.fork")
+CONNECTS = ("socket.connect", "socket.sendto")
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class BrokenPromiseError(AssertionError):
+    """An input for which a reader does something else."""
+
+
+class _Audit:
+    """Records forbidden actions while a reader runs; audit hooks cannot be removed."""
+
+    def __init__(self) -> None:
+        self.folder: str | None = None  # the only one to write to; None: no reader runs
+        self.forbidden: list[str] = []
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.folder is None:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            writes = isinstance(flags, int) and flags & WRITES
+            if writes and not os.fsdecode(path).startswith(self.folder):
+                self._forbid(f"opened {path!r} for writing")
+        elif event in STARTS or event in CONNECTS:
+            self._forbid(f"{event} {arguments[:2]!r}")
+
+    def _forbid(self, action: str) -> None:
+        self.forbidden.append(action)
+        raise BrokenPromiseError(action)
+
+
+_audit = _Audit()
+
+
+def _give_up(*_: object) -> None:
+    raise BrokenPromiseError(f"it still runs after {HANG:.0f} s")
+
+
+@contextlib.contextmanager
+def _quiet(folder: Path) -> Iterator[None]:
+    """Forbid actions outside ``folder``, and drop all output."""
+    _audit.forbidden.clear()
+    logging.disable()
+    handler = signal.signal(signal.SIGVTALRM, _give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, HANG)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            with contextlib.redirect_stderr(io.StringIO()):
+                _audit.folder = str(folder)
+                yield
+    finally:
+        _audit.folder = None
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+        logging.disable(logging.NOTSET)
+
+
+def _kibibytes(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{name}:")[2].split(maxsplit=1)[0])
+
+
+def check(target: Target, data: bytes, folder: Path) -> None:
+    """Let ``target`` read ``data`` in ``folder``, which is emptied first.
+
+    Raises:
+        BrokenPromiseError: it writes elsewhere, starts a process, or takes too long or too much.
+        Exception: whatever else than an ``HvdtrainError`` of one line the reader raises.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured anew
+    memory, began = _kibibytes("VmRSS"), time.process_time()
+    with _quiet(folder):
+        try:
+            result = target.read(data, folder)
+            if isinstance(result, str):  # printed on standard output
+                result.encode()
+        except HvdtrainError as error:
+            line = str(error)
+            if len(line.splitlines()) != 1 or not line.isprintable() or len(line) > LONGEST:
+                raise BrokenPromiseError(f"not one printable line: {line[:LONGEST]!r}") from error
+    growth = _kibibytes("VmHWM") - memory
+    seconds = time.process_time() - began
+    if _audit.forbidden:
+        raise BrokenPromiseError(_audit.forbidden[0])
+    if growth > GROWTH or seconds > SECONDS:
+        raise BrokenPromiseError(f"{seconds:.1f} s, {growth / 2**10:.0f} MiB more memory")

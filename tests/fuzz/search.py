@@ -1,0 +1,119 @@
+"""Search inputs that break a promise: ``python -m tests.fuzz.search TARGET SECONDS FOLDER``.
+
+With atheris it keeps inputs that reach new lines; without, it mutates valid inputs only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import resource
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+try:
+    import atheris
+except ImportError:
+    atheris = None
+
+MODULES = ["hvdtrain", "yaml"]  # whose coverage counts, also those that are imported later
+
+with atheris.instrument_imports(MODULES) if atheris else contextlib.nullcontext():
+    from tests.fuzz.guard import check
+    from tests.fuzz.mutate import mutate
+    from tests.fuzz.targets import TARGETS, Target
+
+MEMORY = 8 * 2**30  # address space
+LONGEST = 2**14  # bytes of an input
+TRIES = 300  # smaller inputs tried for each finding
+
+
+def signature(target: Target, data: bytes, folder: Path) -> str:
+    """Return the error of an input, and the line that raised it; empty: the promise is kept."""
+    try:
+        check(target, data, folder)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        last = [frame for frame in frames if "/hvdtrain/" in frame.filename][-1:] or frames[-1:]
+        where = "".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in last)
+        return f"{type(error).__name__} at {where}"
+    return ""
+
+
+def smaller(data: bytes, breaks: Callable[[bytes], bool]) -> bytes:
+    """Return a part of ``data`` that still ``breaks``."""
+    size, tries = len(data) // 2, 0
+    while size and tries < TRIES:
+        for start in range(0, len(data), size):
+            tries += 1
+            if breaks(shorter := data[:start] + data[start + size :]):
+                data = shorter
+                break
+        else:
+            size //= 2
+    return data
+
+
+class Search:
+    """The inputs so far, and one input of each kind of finding."""
+
+    def __init__(self, target: Target, seconds: float, out: Path) -> None:
+        self.target, self.out = target, out
+        self.folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+        self.began = time.monotonic()
+        self.end = self.began + seconds
+        self.inputs = 0
+        self.found: set[str] = set()
+
+    def take(self, data: bytes) -> None:
+        """Check an input; end the process when the time is over."""
+        self.inputs += 1
+        kind = signature(self.target, data, self.folder)
+        if kind and kind not in self.found:
+            self.found.add(kind)
+            data = smaller(data, lambda part: signature(self.target, part, self.folder) == kind)
+            path = self.out / hashlib.sha256(data).hexdigest()[:12]
+            path.write_bytes(data)
+            print(f"{self.target.name}: {kind}: {path}", flush=True)
+        if time.monotonic() > self.end:
+            rate = self.inputs / (time.monotonic() - self.began)
+            number = len(self.found)
+            print(f"{self.target.name}: {self.inputs} inputs, {rate:.0f}/s, {number} findings")
+            sys.stdout.flush()
+            os._exit(1 if self.found else 0)
+
+
+def main(name: str, seconds: str, out: str) -> None:
+    """Search until the time is over."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    target = TARGETS[name]
+    seeds, corpus = target.seeds(), Path(tempfile.mkdtemp(prefix="fuzz-corpus-"))
+    for number, data in enumerate(seeds):
+        signature(target, data, corpus / "first")  # imports write compiled modules
+        (corpus / str(number)).write_bytes(data)
+    search = Search(target, float(seconds), Path(out))
+
+    def mutated(data: bytes, size: int, seed: int) -> bytes:
+        random = Random(seed)
+        if random.random() < 0.3:
+            return bytes(atheris.Mutate(data, size))
+        return mutate(data or random.choice(seeds), random)[:size]
+
+    if atheris:
+        options = [f"-max_len={LONGEST}", "-timeout=60", "-rss_limit_mb=0", "-verbosity=0"]
+        arguments = [sys.argv[0], *options, f"-artifact_prefix={out}/", str(corpus)]
+        atheris.Setup(arguments, search.take, custom_mutator=mutated)
+        atheris.Fuzz()
+    random = Random(0)
+    while True:
+        search.take(mutate(random.choice(seeds), random))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,644 @@
+"""The readers, as the commands use them, with valid inputs made by the project's own writers."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from PIL import Image
+
+from hvdtrain import cli
+from hvdtrain.commands.compare import table as compare_table
+from hvdtrain.commands.compare.trials import append_trial, read_largest, read_trials
+from hvdtrain.commands.launch.hosts import find_allocation, lay_out, parse_lines
+from hvdtrain.commands.pack.packing import Packing, shard_problem
+from hvdtrain.commands.pack.source import PackOptions
+from hvdtrain.commands.report.find import look
+from hvdtrain.commands.report.page import render
+from hvdtrain.commands.scaling import fit
+from hvdtrain.commands.scaling.report import study_data, study_text
+from hvdtrain.commands.scaling.results import make_study
+from hvdtrain.commands.scaling.runs import (
+    MeasuredRun,
+    append_line,
+    check_comparable,
+    read_folder,
+    read_table,
+    table_text,
+)
+from hvdtrain.commands.study.curves import evaluations, read_curves, read_target
+from hvdtrain.commands.submit import chain, pbs, slurm
+from hvdtrain.commands.submit.dialect import State
+from hvdtrain.commands.timeline import report, trace_page
+from hvdtrain.commands.timeline.analyse import Recorder
+from hvdtrain.commands.timeline.facts import to_json
+from hvdtrain.commands.timeline.read import repair
+from hvdtrain.commands.timeline.verdict import analyse
+from hvdtrain.config.command_line import parse
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps import checkpoint_files, directory_lock
+from hvdtrain.steps.summary import Summary
+from hvdtrain.system.runtime import elastic, walltime
+from hvdtrain.system.runtime.failure_detector import CONFIRM, KEY, Handshake
+from hvdtrain.system.runtime.waits import Waits
+from hvdtrain.workloads.data import coco, image_folder, packed
+from hvdtrain.workloads.data.files import Names
+from hvdtrain.workloads.mnist import data as mnist
+from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
+from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
+from tests.studies import DDP, SINGLE, TUTORIAL, run, summary, trial, unavailable_trial
+from tests.timelines import straggling
+
+Seeds = Callable[[], list[bytes]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader of files or messages that somebody else wrote."""
+
+    name: str
+    group: str
+    read: Callable[[bytes, Path], object]  # in an empty folder; a text is the command's output
+    seeds: Seeds  # valid inputs
+
+
+def every(*actions: Callable[[], object]) -> None:
+    """Do all ``actions``, and raise the last error for users."""
+    last: HvdtrainError | None = None
+    for action in actions:
+        try:
+            action()
+        except HvdtrainError as error:
+            last = error
+    if last:
+        raise last
+
+
+def content(folder: Path, files: dict[str, bytes]) -> Path:
+    """Write ``files``, by path."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return the files in ``folder``, by path."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def written(write: Callable[[Path], object]) -> dict[str, bytes]:
+    """Return the files that ``write`` writes to a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder))
+        return files_in(Path(folder))
+
+
+# Data
+
+
+def _idx(shape: tuple[int, ...]) -> bytes:
+    return struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape) + bytes(int(np.prod(shape)))
+
+
+IDX = {
+    f"{split}-{kind}-ubyte": _idx(shape)
+    for split in ("train", "t10k")
+    for kind, shape in (("images-idx3", (2, 28, 28)), ("labels-idx1", (2,)))
+}
+
+
+def read_idx(name: str, data: bytes, folder: Path) -> None:
+    mnist.load(content(folder, {**IDX, name: data}))
+
+
+def picture(form: str, mode: str = "RGB") -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, (12, 9), 70).save(file, form)
+    return file.getvalue()
+
+
+PNG = picture("PNG")
+
+
+def read_image_names(data: bytes, folder: Path) -> None:
+    for name in data.split(b"\n")[:9]:
+        parts = [part for part in name.split(b"/") if part.strip(b".")][:3]
+        path = Path(os.fsdecode(b"/".join([bytes(folder), b"train", *parts])))
+        with contextlib.suppress(OSError, ValueError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(PNG)
+    _read_images(folder)
+
+
+def _read_images(folder: Path) -> None:
+    for images in image_folder.load(folder):
+        for index in range(len(images.files) if images else 0):
+            assert images
+            if reason := image_folder.decoding_error(images.files, index):
+                raise image_folder.broken_image(images.files.name(index), reason)
+            assert isinstance(images.classes[images.labels[index]], str)
+
+
+def read_image(data: bytes, folder: Path) -> None:
+    _read_images(content(folder, {"train/a/1.jpg": data}))
+
+
+def read_coco(data: bytes, folder: Path) -> None:
+    images = {f"train2017/{name}.jpg": b"" for name in "ab"}
+    content(folder, {**images, "annotations/instances_train2017.json": data})
+
+    def load(skip: bool) -> None:
+        train, _ = coco.load(folder, skip_broken=skip)
+        assert train.digest and [train.of(index) for index in range(len(train.files))]
+
+    every(lambda: load(True), lambda: load(False))
+
+
+def coco_file() -> bytes:
+    names = enumerate("ab", 1)
+    images = [{"id": n, "file_name": f"{c}.jpg", "width": 9, "height": 8} for n, c in names]
+    box = {"image_id": 1, "category_id": 3, "bbox": [1, 2, 3, 4.5], "area": 13.5, "iscrowd": 0}
+    boxes = [{"id": 1, "segmentation": [[1, 2, 3]], **box}, {"id": 2, **box, "image_id": 2}]
+    kinds = [{"id": 3, "name": "cat"}, {"id": 5, "name": 7}]
+    return json.dumps({"images": images, "categories": kinds, "annotations": boxes}).encode()
+
+
+@cache
+def pack_files() -> dict[str, bytes]:
+    images = {f"{split}/{c}/1.jpg": picture("JPEG") for split in ("train", "val") for c in "ab"}
+
+    def pack(folder: Path) -> None:
+        content(folder / "in", images)
+        Packing(folder / "in", folder / "out", PackOptions(2**14, 1, 0)).run()
+
+    return {k[4:]: v for k, v in written(pack).items() if k.startswith("out/") and "/." not in k}
+
+
+def read_pack(data: bytes, folder: Path) -> None:
+    content(folder, {**pack_files(), packed.INDEX: data})
+    every(
+        lambda: packed.Pack(folder).check_index(),
+        lambda: mnist.load(folder),
+        lambda: coco.load(folder),
+        lambda: _read_images(folder),
+    )
+
+
+def read_shard(data: bytes, folder: Path) -> None:
+    """Read a shard whose size and digest are those in the index."""
+    contents = packed.Pack(content(folder, pack_files())).contents
+    shard, *others = contents.shards
+    shard = shard._replace(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    content(folder, {shard.name: data})
+    replace(contents, shards=[shard, *others]).save(folder)
+    names = {name: Names(split.names) for name, split in contents.splits.items()}
+    assert isinstance(shard_problem(folder, packed.Pack(folder).contents, names, 0), str | None)
+    _read_images(folder)
+
+
+def _pack_header() -> tuple[bytes, bytes]:
+    index = pack_files()[packed.INDEX]
+    end = 8 + int.from_bytes(index[:8], "little")
+    return index[8:end], index[end:]
+
+
+def read_pack_header(data: bytes, folder: Path) -> None:
+    """Read an index with the header ``data``, or only its metadata."""
+    header, arrays = _pack_header()
+    if b"__metadata__" not in data:
+        metadata = {"hvdtrain": data.decode(errors="replace")}
+        data = json.dumps({**json.loads(header), "__metadata__": metadata}).encode()
+    read_pack(len(data).to_bytes(8, "little") + data + arrays, folder)
+
+
+def pack_headers() -> list[bytes]:
+    header = _pack_header()[0]
+    return [header, json.loads(header)["__metadata__"]["hvdtrain"].encode()]
+
+
+# Checkpoints
+
+STEP = "step-000000003"
+ORIGIN = {"model": "small", "dataset_size": 60}
+
+
+@cache
+def checkpoint_content() -> dict[str, bytes]:
+    progress = {
+        **{"step": 3, "samples": 96, "loss_sum": 1.5, "loss_count": 32, "stopped": None},
+        **{"position": {"epoch": 1, "consumed": 32}, "metrics": {"accuracy": 0.5, "loss": 1.0}},
+        **{"best": ["accuracy", True], "origin": ORIGIN, "left_out": [[0, 32]]},
+    }
+    model = {"weight": np.ones((3, 2), np.float32), "count": np.array(3)}
+    saved = checkpoint_files.Checkpoint(model, {"momentum": np.zeros(2)}, progress)
+    files = written(lambda folder: checkpoints.save(folder, saved, keep=1))
+    return {Path(name).name: data for name, data in files.items()}
+
+
+def sealed(state: bytes, tensors: bytes | None = None) -> bytes:
+    """Return a state with the checksums of itself and of ``tensors``, if it has any."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError, AttributeError):
+        values = json.loads(state)
+        if tensors is not None:
+            digest = hashlib.sha256(tensors).hexdigest()
+            values["sha256"][checkpoint_files.MODEL_FILE] = digest
+        own = checkpoint_files._digest_of_state(values)
+        values["sha256"][checkpoint_files.STATE_FILE] = own
+        return json.dumps(values).encode()
+    return state
+
+
+def read_checkpoint(state: bytes, folder: Path, tensors: bytes | None = None) -> None:
+    files = checkpoint_content() | {checkpoint_files.STATE_FILE: sealed(state, tensors)}
+    if tensors is not None:
+        files[checkpoint_files.MODEL_FILE] = tensors
+    content(folder / STEP, files)
+
+    def check(checkpoint: checkpoints.Checkpoint) -> None:
+        if name := checkpoints.not_finite(checkpoint.model, infinite=True):
+            raise ValueError(f"{name} is not finite")
+
+    def resume() -> None:
+        checkpoint = checkpoints.load_newest(folder, check)
+        assert checkpoint
+        checkpoints.check_origin(checkpoint, ORIGIN)
+        for tensor in checkpoint.model.values():
+            assert np.asarray(tensor).shape == tensor.shape
+            assert not tensor.shape or len(tensor[0:1]) <= 1
+
+    def other_commands() -> None:
+        if newest := checkpoints.read_newest_state(folder):
+            checkpoints.check_origin(newest, ORIGIN)
+        assert isinstance(checkpoint_files.score(folder / STEP), float | None)
+        assert isinstance(chain.unfinished(folder), str)
+        look(folder)
+
+    every(other_commands, lambda: checkpoints.load(folder / STEP, check), resume)
+
+
+def read_tensors(data: bytes, folder: Path) -> None:
+    read_checkpoint(checkpoint_content()[checkpoint_files.STATE_FILE], folder, data)
+
+
+def read_tensor_header(data: bytes, folder: Path) -> None:
+    whole = checkpoint_content()[checkpoint_files.MODEL_FILE]
+    rest = whole[8 + int.from_bytes(whole[:8], "little") :]
+    read_tensors(len(data).to_bytes(8, "little") + data + rest, folder)
+
+
+def tensor_headers() -> list[bytes]:
+    whole = checkpoint_content()[checkpoint_files.MODEL_FILE]
+    return [whole[8 : 8 + int.from_bytes(whole[:8], "little")]]
+
+
+def read_lock(data: bytes, folder: Path) -> None:
+    content(folder, {directory_lock.NAME: data})
+    assert directory_lock._read_holder(folder / directory_lock.NAME)
+
+
+# Results
+
+
+def read_timeline(data: bytes, folder: Path) -> str:
+    path = content(folder, {"t.json": data}) / "t.json"
+    recorder = Recorder()
+    facts, _ = analyse(path, None, recorder)
+    json.dumps(to_json(facts))
+    json.dumps(trace_page.data(facts, recorder))
+    repair(path, folder / "repaired.json")
+    json.loads((folder / "repaired.json").read_bytes())
+    sliced, _ = analyse(path, (0.1, 0.5))
+    return report.text(facts) + report.comparison(report.compare(facts, sliced))
+
+
+def read_summary(data: bytes, folder: Path) -> None:
+    path = content(folder, {"run.json": data}) / "run.json"
+    every(
+        lambda: Summary.read(path, needed=["images_per_second_mean"]).to_json(),
+        lambda: render(look(folder)).encode(),
+    )
+
+
+def _study(runs: list[MeasuredRun], folder: Path) -> str:
+    scaling = runs[0].scaling or "weak"
+    check_comparable(runs, scaling, str(folder))
+    with mock.patch.object(fit, "SAMPLES", 2):  # as many take a second
+        study = make_study(runs, scaling)
+    json.dumps(study_data(study))
+    table_text(runs).encode()
+    return study_text(study)
+
+
+def read_results(data: bytes, folder: Path) -> str:
+    return _study(read_folder(content(folder, {"results.jsonl": data})), folder)
+
+
+def read_results_table(data: bytes, folder: Path) -> str:
+    return _study(read_table(content(folder, {"runs.csv": data}) / "runs.csv"), folder)
+
+
+def results() -> dict[str, bytes]:
+    messages = {"gradient_messages": {"count": 4, "bytes": 9000}}
+    runs = [run(ranks, n, 90.0 * ranks + n, **messages) for ranks in (1, 2, 4) for n in (1, 2)]
+    files = written(lambda at: [append_line(at / "results.jsonl", each) for each in runs])
+    return {**files, "runs.csv": table_text(runs).encode()}
+
+
+def read_comparison(data: bytes, folder: Path) -> str:
+    content(folder, {"compare.jsonl": data, "largest.jsonl": data})
+    with contextlib.suppress(HvdtrainError):
+        read_largest(folder)
+    rows = compare_table.make_rows(read_trials(folder), None, folder, None)
+    compare_table.csv_text(rows).encode()
+    return compare_table.report_text("head", rows, [], "images")
+
+
+def comparison() -> bytes:
+    trials = [trial(SINGLE), trial(DDP, rate=150.0), unavailable_trial(DDP, "no MPI")]
+    return written(lambda at: [append_trial(at, each) for each in trials])["compare.jsonl"]
+
+
+def read_metrics(data: bytes, folder: Path) -> None:
+    path = content(folder, {"metrics.jsonl": data}) / "metrics.jsonl"
+    try:
+        curves = read_curves(path)
+    except (OSError, ValueError):
+        return  # with a message for users: see ``report/find.py``
+    if curves:
+        evaluations(curves, read_target("accuracy=0.9").metric)
+        compare_table.loss_curve(curves)
+        json.dumps(curves.steps)
+
+
+METRICS = b"\n".join(
+    json.dumps(line).encode()
+    for line in (
+        {"kind": "step", "step": 10, "epoch": 0, "loss": 2.5, "step_loss": 2.4, "elapsed": 1.5},
+        {"kind": "epoch", "step": 20, "epoch": 0, "elapsed": 3, "loss": 2, "eval_accuracy": 0.9},
+    )
+)
+
+
+def read_times(data: bytes, folder: Path) -> None:
+    fit.read_reductions([content(folder, {"t.json": data}) / "t.json"], "horovod")
+
+
+TIMES = {"ranks": 2, "backends": {"horovod": {"rows": [{"bytes": 4096, "seconds": 0.01}]}}}
+
+# Settings and batch systems
+
+
+def read_config(data: bytes, folder: Path) -> None:
+    path = str(content(folder, {"c.yaml": data}) / "c.yaml")
+    every(
+        *(
+            partial(
+                parse,
+                workload.name,
+                ["--config", path],
+                description="",
+                epilog="",
+                kind=workload.options,
+            )
+            for workload in (MNIST, SSD300)
+        )
+    )
+
+
+def _command(*words: str) -> None:
+    """Run ``hvdtrain`` and check its error."""
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = cli.main(words)
+    if code:
+        raise UsageError(errors.getvalue().removesuffix("\n"))
+
+
+def read_site(data: bytes, folder: Path) -> None:
+    site = str(content(folder, {"site.yaml": data}) / "site.yaml")
+    words = ("submit", "--dry-run", "--site", site, "--walltime", "1:00:00", "--env", "none")
+    _command(*words, "--scheduler", "pbs", "--", "true")
+
+
+def sites() -> list[bytes]:
+    folder = Path(cli.__file__).parent / "commands" / "submit" / "sites"
+    return [path.read_bytes() for path in sorted(folder.glob("*.yaml"))]
+
+
+def _check_hosts(environ: dict[str, str]) -> None:
+    layout = lay_out(2, find_allocation(environ), 1)
+    names = [host.name for host in layout.hosts]
+    assert not any(name.startswith("-") for name in names), names  # an option of mpirun
+    assert layout.host_of(1) != ""
+
+
+def read_nodefile(data: bytes, folder: Path) -> None:
+    content(folder, {"nodes": data})
+    every(
+        lambda: _check_hosts({"PBS_NODEFILE": str(folder / "nodes")}),
+        lambda: parse_lines(data.decode(errors="replace").splitlines(), "--discovery"),
+    )
+
+
+def read_nodelist(data: bytes, folder: Path) -> None:
+    nodes, _, counts = data.decode(errors="surrogateescape").partition("\n")
+    slurm_job = {"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": counts}
+    every(
+        lambda: _check_hosts(slurm_job),
+        lambda: _check_hosts({"LSB_MCPU_HOSTS": counts}),
+    )
+
+
+def read_batch(data: bytes, folder: Path) -> None:
+    """Read the output of qstat, scontrol or squeue."""
+    text = data.decode(errors="replace")
+    for read in (pbs.read_json, pbs.read_text, slurm.read):
+        state = read(text)
+        assert isinstance(state, State | None)
+        for path in state.logs if state else ():
+            path.exists()
+    assert isinstance(walltime.read_answer(text), int | None)
+    for dialect in (pbs.Pbs(), slurm.Slurm()):
+        dialect.read_id(text)
+
+
+JOB = {
+    **{"job_state": "F", "Exit_status": 0, "Output_Path": "node:/home/me/a.o12", "stime": 1},
+    **{"exec_host": "node/0", "comment": "Job run", "Resource_List.walltime": "01:00:00"},
+}
+
+
+def qstat_text() -> bytes:
+    lines = "".join(f"    {key} = {value}\n" for key, value in JOB.items())
+    return f"Job Id: 12.server\n{lines}    resources_used.walltime = 00:01:00\n".encode()
+
+
+SCONTROL = (
+    b"JobId=12 ArrayTaskId=3 JobName=a JobState=COMPLETED Reason=None ExitCode=0:0 "
+    b"BatchHost=node NodeList=node StdOut=/home/me/a.o12 Power=\n"
+)
+
+
+def read_chain(data: bytes, folder: Path) -> None:
+    events = chain.read(content(folder, {"chain": data}) / "chain")
+    chain.decide(events, "step-3 1")
+    chain.is_last(events, "12")
+    chain._after(events, "12")
+
+
+CHAIN = (
+    b'{"event": "link", "job": "12"}\n{"event": "begin", "job": "12", "progress": "step-2 1"}\n'
+    b'{"event": "end", "job": "12", "code": 75}\n{"event": "over", "job": "12", "why": "done"}\n'
+)
+
+# Messages between ranks
+
+SECRET = bytes(range(2 * KEY))
+
+
+def read_handshake(data: bytes, folder: Path) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(data[:4096])
+        there.shutdown(socket.SHUT_WR)
+        here.setblocking(False)
+        handshake = Handshake(here, SECRET)
+        with contextlib.suppress(OSError):  # as the detector does
+            while not handshake.read():
+                pass
+
+
+def read_report(data: bytes, folder: Path) -> None:
+    waits = Waits(0, ["a", "b"])
+    waits.take(data)
+    waits.check()
+
+
+def read_answer(data: bytes, folder: Path) -> None:
+    here, there = socket.socketpair()
+
+    def connect(self: Any) -> None:
+        self.sock = here
+
+    variables = {elastic.ADDRESS: "driver:1/secret", elastic.SLOT: "node+0:0"}
+    with here, there, mock.patch("http.client.HTTPConnection.connect", connect):
+        there.sendall(data[:65536])
+        there.shutdown(socket.SHUT_WR)
+        with mock.patch.dict(os.environ, variables), contextlib.suppress(OSError):
+            elastic.query_driver(elastic.RANK_AND_SIZE)
+
+
+def _json(*values: object) -> list[bytes]:
+    return [json.dumps(value).encode() for value in values]
+
+
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("idx-images", "data", partial(read_idx, IMAGES), lambda: [IDX[IMAGES]]),
+        Target(
+            "idx-labels",
+            "data",
+            partial(read_idx, LABELS),
+            lambda: [IDX[LABELS], gzip.compress(IDX[LABELS], mtime=0)],
+        ),
+        Target("image-names", "data", read_image_names, lambda: [b"a/1.jpg\nb/2.PNG\nc d/3.jpeg"]),
+        Target(
+            "image",
+            "data",
+            read_image,
+            lambda: [picture("JPEG"), picture("PNG", "P"), picture("JPEG", "CMYK")],
+        ),
+        Target("coco", "data", read_coco, lambda: [coco_file()]),
+        Target("pack-index", "data", read_pack, lambda: [pack_files()[packed.INDEX]]),
+        Target("pack-header", "data", read_pack_header, pack_headers),
+        Target(
+            "pack-shard",
+            "data",
+            read_shard,
+            lambda: [pack_files()["train-000000.tar"]],
+        ),
+        Target(
+            "checkpoint-state",
+            "checkpoints",
+            read_checkpoint,
+            lambda: [checkpoint_content()[checkpoint_files.STATE_FILE]],
+        ),
+        Target(
+            "checkpoint-tensors",
+            "checkpoints",
+            read_tensors,
+            lambda: [checkpoint_content()[checkpoint_files.MODEL_FILE]],
+        ),
+        Target("checkpoint-header", "checkpoints", read_tensor_header, tensor_headers),
+        Target(
+            "checkpoint-lock",
+            "checkpoints",
+            read_lock,
+            lambda: _json(asdict(directory_lock.Owner.this_process())),
+        ),
+        Target("timeline", "results", read_timeline, lambda: [straggling(3).text.encode()]),
+        Target("summary", "results", read_summary, lambda: _json(summary(2, samples_trained=9))),
+        Target("study", "results", read_results, lambda: [results()["results.jsonl"]]),
+        Target(
+            "study-table",
+            "results",
+            read_results_table,
+            lambda: [results()["runs.csv"], TUTORIAL.encode()],
+        ),
+        Target("comparison", "results", read_comparison, lambda: [comparison()]),
+        Target("metrics", "results", read_metrics, lambda: [METRICS]),
+        Target(
+            "allreduce-times", "results", read_times, lambda: _json(TIMES, {"allreduce": TIMES})
+        ),
+        Target(
+            "config",
+            "settings",
+            read_config,
+            lambda: [b"batch-size: 64\nlr: 0.1\nlr_milestones: [30, 60]\nquiet: true\n"],
+        ),
+        Target("site", "settings", read_site, sites),
+        Target("nodefile", "batch", read_nodefile, lambda: [b"a\na\nb:4 # c\nc slots=2\n"]),
+        Target(
+            "nodelist", "batch", read_nodelist, lambda: [b"a[01-03,7],b\n4(x2),3(x3)", b"a\na 4"]
+        ),
+        Target(
+            "batch-output",
+            "batch",
+            read_batch,
+            lambda: [*_json({"Jobs": {"12.server": JOB}}), qstat_text(), SCONTROL, b"1-02:03:04"],
+        ),
+        Target("chain", "batch", read_chain, lambda: [CHAIN]),
+        Target(
+            "handshake",
+            "ranks",
+            read_handshake,
+            lambda: [SECRET[:KEY] + bytes([0, 0, 0, 1]) + CONFIRM],
+        ),
+        Target("waits", "ranks", read_report, lambda: [b'[1, 3, "average_metrics"]']),
+        Target(
+            "elastic-answer",
+            "ranks",
+            read_answer,
+            lambda: [b"HTTP/1.0 200 OK\r\nContent-Length: 11\r\n\r\n0,2,0,2,0,1"],
+        ),
+    )
+}
