@@ -34,7 +34,6 @@ from hvdtrain.system.runtime.walltime import IS_NEAR, Walltime, ends_at
 ENDING = ("SIGTERM", "SIGINT")  # mpirun ends its ranks on these and forwards the others
 AGAIN = "run the same command again to continue"
 NOTHING_SAVED = "nothing was saved (no --checkpoint-dir)"
-ANOTHER = "another rank was asked to stop"  # and this one was not
 HOSTS_CHANGED = "the hosts have changed"
 # Stop signals of batch systems, of the elastic worker and of the terminal.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -187,10 +186,16 @@ class Preemption:
         stops = sorted(reasons - {"", HOSTS_CHANGED})
         return stops[0] if stops else max(reasons)
 
+    def explain(self) -> str:
+        """Return the reason of the first rank that was asked to stop; all ranks must call it."""
+        reasons = [reason.decode() for reason in self.communicator.gather(self.reason.encode())]
+        rank = next((rank for rank, reason in enumerate(reasons) if reason), 0)
+        return f"{reasons[rank]} on rank {rank}" if rank else reasons[rank]
+
     def announce(self, reason: str, done: str, *, restart: bool) -> None:
         """Report on rank 0 why the training stops and what was ``done``; or restart the ranks."""
         if self.communicator.is_root:
             text = f"{reason}: {done}: {resume_hint(restart=restart)}"
-            announce(text, mpirun_ends=reason in ENDING)
+            announce(text, mpirun_ends=self.reason in ENDING)
         if restart:
             restart_ranks()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ class CheckpointManager:
         self._due: int | None = None  # step of the next save with --checkpoint-every auto
         self._every: int | None = None  # updates between saves
         self.saves = Saves()
-        self._check_lock: Callable[[], None] = lambda: None
+        self._lock: DirectoryLock | None = None  # on rank 0
 
     def resume(self) -> TrainState:
         """Return the progress of the newest checkpoint, according to ``--resume``, or of the start.
@@ -128,14 +127,17 @@ class CheckpointManager:
         check_writable(directory / STATE_FILE, "--checkpoint-dir")
         lock = DirectoryLock(directory)
         lock.take()
-        process_status.at_exit.append(lambda _: self._release(lock))
+        process_status.at_exit.append(lambda _: self.close())
         checkpoints.remove_partial(directory)
-        self._check_lock = lock.check
+        self._lock = lock
 
-    def _release(self, lock: DirectoryLock) -> None:
-        if self._pending:
-            checkpoints.remove_partial(lock.directory)
-        lock.release()
+    def close(self) -> None:
+        """Release the directory; afterwards nothing can be saved."""
+        lock, self._lock = self._lock, None
+        if lock:
+            if self._pending:
+                checkpoints.remove_partial(lock.directory)
+            lock.release()
 
     def _check_shared(self, directory: Path) -> None:
         """Raise ``UsageError``, on every rank, if some do not see the files of rank 0."""
@@ -209,6 +211,10 @@ class CheckpointManager:
             waited=saves.waited + waited,
             longest=max(saves.longest, seconds),
         )
+
+    def _check_lock(self) -> None:
+        if self._lock:
+            self._lock.check()
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after ``step`` updates, according to ``--checkpoint-every``."""

@@ -8,7 +8,7 @@ import math
 import os
 from typing import Any, NoReturn
 
-from hvdtrain.adapters.preemption import ANOTHER, HOSTS_CHANGED, Preemption, wait_for_agent
+from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption, wait_for_agent
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
 from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.learning_rate import LearningRate
@@ -129,13 +129,16 @@ class TrainingLoop:
                 continue
         if stopped is not Stopped.PREEMPTED and not self._evaluate():
             stopped = Stopped.PREEMPTED
+        # Before the save: afterwards the launcher may already have ended a rank.
+        reason = self.preemption.explain() if stopped is Stopped.PREEMPTED else ""
         if not beyond:
             self._save(last=True)
+        self.checkpoints.close()  # not at the exit: a launcher may kill this rank before
         if stopped is Stopped.PREEMPTED:
             self.show.stop()
             restart = is_elastic(os.environ) and self.preemption.agree() == HOSTS_CHANGED
             self.preemption.announce(
-                self.preemption.reason or ANOTHER,
+                reason,
                 f"stopped after step {self.now.step}, saved {self.checkpoints.path}",
                 restart=restart,
             )

@@ -226,6 +226,8 @@ def make_handler(driver: PoolDriver, secret: str) -> type:
     base: Any = create_rendezvous_handler(driver)
 
     class Handler(base):
+        path: str
+
         def parse_request(self) -> bool:
             """Take the secret off the path; refuse a request without it."""
             if not super().parse_request():
