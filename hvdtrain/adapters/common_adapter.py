@@ -237,8 +237,9 @@ class CommonAdapter(StateAdapter):
             warning = "--autotune: Horovod decides by timings, so runs are not bit-reproducible"
             self.communicator.on_root(lambda: log.warning(warning))
         if self._detector is None:
+            local = {facts.host_id: facts.addresses for facts in self.ranks}
             self._detector = failure_detector.start(
-                rank, hosts, network.addresses(), self.communicator.gather
+                rank, hosts, network.reachable_at(local.values()), self.communicator.gather
             )
             self.waits = Waits(rank, [name for name, _ in hosts], self._detector.report)
             self._detector.on_report = self.waits.take

@@ -22,14 +22,18 @@ from typing_extensions import override
 from hvdtrain.collectives.base import Bytes, Communicator, Operations, Tensor, Vector
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine import accelerator
-from hvdtrain.system.machine.network import address_for_all, addresses, interface_towards
-from hvdtrain.system.runtime.detect import BY_HAND, SPAWN, TORCHRUN, detect
+from hvdtrain.system.machine.network import (
+    INTERFACE,
+    address_for_all,
+    addresses,
+    interface_towards,
+)
+from hvdtrain.system.runtime.detect import BY_HAND, SPAWN, TORCHRUN, LaunchInfo, detect
 
 OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that provide a rendezvous
 GIVES_BACK = 0.05  # seconds
 POLL = 0.05  # seconds between reads of the store
 Store = Any  # of torch.distributed, whose stores have no types
-INTERFACE = "GLOO_SOCKET_IFNAME"
 FOREVER = timedelta(days=365)  # late ranks are waited for, lost ranks are detected
 
 
@@ -97,27 +101,14 @@ class TorchDistributed(Members):
         backend = "gloo"
         if gpu:
             backend = f"cpu:gloo,{accelerator.kind()}:{accelerator.backend()}"
-        if dist.is_initialized():
-            pass
-        elif launch.launcher in OWN_RENDEZVOUS:
-            store, rank, size = _open_store(timeout)
+        if not dist.is_initialized():
+            store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+            if launch.launcher in OWN_RENDEZVOUS:
+                store, rank, size = _open_store(launch, timeout)
+            elif launch.size > 1:
+                store, rank, size = _store_by_mpi(timeout)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=timeout
-            )
-        else:
-            rank, size, host, port = 0, 1, "127.0.0.1", _free_port()
-            if launch.size > 1:
-                from hvdtrain.collectives.mpi4py import Mpi4py
-
-                mpi = Mpi4py()
-                rank, size, host = mpi.rank, mpi.size, _host_of_rank_0(mpi)
-                port = int(mpi.broadcast_bytes(b"%d" % port))
-            dist.init_process_group(
-                backend,
-                init_method=f"tcp://{host}:{port}",
-                rank=rank,
-                world_size=size,
-                timeout=timeout,
             )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = range(self.size)
@@ -188,17 +179,53 @@ class Subgroup(Members):
         self.rank = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else -1
 
 
-def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
+def _store_of_rank_0(
+    host: str, port: int, size: int, timeout: timedelta, server: socket.socket | None
+) -> Store:
+    """Return the store that listens on ``server`` of rank 0; None on the other ranks.
+
+    Without a socket of our own it would listen on all interfaces.
+    """
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        size,
+        is_master=server is not None,
+        timeout=timeout,
+        master_listen_fd=server.detach() if server else None,
+    )
+
+
+def _store_by_mpi(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return a store for the ranks of MPI, rank and size; all ranks call it."""
+    from hvdtrain.collectives.mpi4py import Mpi4py
+
+    mpi = Mpi4py()
+    host, listens_at = _host_of_rank_0(mpi)
+    server = socket.create_server((listens_at, 0)) if mpi.is_root else None
+    port = int(mpi.broadcast_bytes(b"%d" % server.getsockname()[1] if server else b""))
+    return _store_of_rank_0(host, port, mpi.size, timeout, server), mpi.rank, mpi.size
+
+
+def _open_store(launch: LaunchInfo, timeout: timedelta) -> tuple[Store, int, int]:
     """Return a store for the ranks that were started together, rank and size; all ranks call it.
 
     torchrun ends its ranks by a signal if the world changes, so signals must be handled meanwhile.
     """
     # If rank 0 is late or lost, this waits in C++, where the main thread would handle no signals.
-    waiting = ThreadPoolExecutor(1).submit(next, rendezvous("env://", timeout=timeout))
-    store, rank, size = waiting.result()
+    store, rank, size = ThreadPoolExecutor(1).submit(_rendezvous, launch, timeout).result()
     store.set_timeout(timeout)
     prefix = f"hvdtrain/{agree_on_rendezvous(store, rank, size, timeout)}"
     return dist.PrefixStore(prefix, store), rank, size  # type: ignore[attr-defined]
+
+
+def _rendezvous(launch: LaunchInfo, timeout: timedelta) -> tuple[Store, int, int]:
+    if launch.launcher != SPAWN:
+        return next(rendezvous("env://", timeout=timeout))
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    server = socket.create_server(address) if launch.is_root else None
+    store = _store_of_rank_0(*address, launch.size, timeout, server)
+    return store, launch.rank, launch.size
 
 
 def agree_on_rendezvous(store: Store, rank: int, size: int, timeout: timedelta) -> str:
@@ -226,14 +253,11 @@ def agree_on_rendezvous(store: Store, rank: int, size: int, timeout: timedelta) 
     raise TimeoutError(f"not all of {size} ranks arrived within {timeout.total_seconds():g} s")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
-def _host_of_rank_0(mpi: Communicator) -> str:
+def _host_of_rank_0(mpi: Communicator) -> tuple[str, str]:
     """Return rank 0's address for all ranks, and let Gloo use its network; all ranks call it.
+
+    The second one is that at which rank 0 listens: the same, or empty, which is all, if the hosts
+    share no network.
 
     By default Gloo uses the address of the host's name, which may be of another network, loopback
     (Debian), or missing. ``GLOO_SOCKET_IFNAME`` selects an interface.
@@ -245,13 +269,12 @@ def _host_of_rank_0(mpi: Communicator) -> str:
     hosts: dict[str, list[str]] = dict(
         mpi.gather_json([socket.gethostname(), addresses(interface)])
     )
-    if len(hosts) == 1:
-        return "127.0.0.1"
-    address = address_for_all(hosts) or next(iter(hosts))
+    shared = address_for_all(hosts.values()) if len(hosts) > 1 else "127.0.0.1"
+    address = shared or next(iter(hosts))
     if not (interface or (interface := interface_towards(address))):
         raise UsageError(
             f"{socket.gethostname()} cannot reach rank 0 at {address}: set the interface that "
             f"connects the hosts, e.g. {INTERFACE}=eth0"
         )
     os.environ[INTERFACE] = interface
-    return address
+    return address, shared or ""

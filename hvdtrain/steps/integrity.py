@@ -17,6 +17,7 @@ from pathlib import Path
 
 import hvdtrain
 from hvdtrain.errors import UsageError
+from hvdtrain.system.machine import network
 from hvdtrain.system.output.text import plural
 
 ALLOW = "HVDTRAIN_ALLOW"
@@ -37,6 +38,7 @@ class RankFacts:
     machine: str  # distinguishes hosts of the same name
     software: Mapping[str, str]  # versions of the packages loaded in its process, by name
     allow: tuple[str, ...] = ()  # differences accepted by the user; rank 0's are used
+    addresses: tuple[str, ...] = ()  # of its host, e.g. 10.0.0.7/24
 
     @property
     def host_id(self) -> tuple[str, str]:
@@ -63,6 +65,7 @@ def rank_facts(environ: Mapping[str, str], mpi: str) -> RankFacts:
         machine=BOOT_ID.read_text().strip() if BOOT_ID.is_file() else "",
         software=software,
         allow=tuple(word.strip() for word in words if word.strip()),
+        addresses=tuple(network.addresses(environ.get(network.INTERFACE))),
     )
 
 

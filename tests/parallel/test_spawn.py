@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import run
+from tests.conftest import BIN, run
 from tests.parallel.conftest import (
     Start,
     Training,
@@ -44,6 +44,30 @@ def test_it_trains_as_under_mpirun_and_shows_it_on_a_terminal(tmp_path: Path) ->
     assert any("2 ranks on 1 host" in row for row in rows)
     assert sum("images/s" in row and "━" in row for row in rows) == 1  # the last frame of the bar
     assert sum(row.startswith("epoch 2 done: loss") for row in rows) == 1
+
+
+LISTENS = """
+import psutil
+from hvdtrain.collectives.torch_distributed import TorchDistributed
+ranks = TorchDistributed(gpu=False)
+ports = psutil.Process().net_connections()
+print("listens at", {port.laddr.ip for port in ports if port.status == "LISTEN"}, flush=True)
+ranks.wait_for_all()
+"""
+SPAWNED = f"from hvdtrain.system.runtime.spawn import spawn; spawn(2, ['-c', {LISTENS!r}])"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (sys.executable, "-c", SPAWNED),
+        (str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable, "-c", LISTENS),
+    ],
+)
+def test_the_ranks_of_one_host_listen_on_loopback_only(command: tuple[str, ...]) -> None:
+    outcome = run([*command], OMPI_MCA_btl="self,sm")  # no TCP of MPI's own
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("listens at {'127.0.0.1'}\n") == 2
 
 
 @pytest.mark.parametrize(

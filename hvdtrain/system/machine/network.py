@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from ipaddress import IPv4Interface
 from pathlib import Path
 
 import psutil
 
+INTERFACE = "GLOO_SOCKET_IFNAME"  # variable with the interface that connects the hosts
 DISCARD = 9  # port of the discard service
 
 
-def addresses(interface: str | None = None) -> list[str]:
-    """Return the IPv4 addresses of an interface, e.g. ``10.0.0.7/24``; of all without loopback."""
+def addresses(interfaces: str | None = None) -> list[str]:
+    """Return IPv4 addresses, e.g. ``10.0.0.7/24``, of the interfaces ``eth0,eth1``.
+
+    By default, of all without loopback.
+    """
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
-    interfaces = [
+    local_addresses = [
         IPv4Interface(f"{address.address}/{address.netmask or 32}")  # some tunnels have none
         for name, local in psutil.net_if_addrs().items()
-        if name in ([interface] if interface else up)
+        if name in (interfaces.split(",") if interfaces else up)
         for address in local
         if address.family == socket.AF_INET
     ]
-    return [str(address) for address in interfaces if interface or not address.is_loopback]
+    return [str(address) for address in local_addresses if interfaces or not address.is_loopback]
 
 
 def has_fabric() -> bool:
@@ -31,12 +35,12 @@ def has_fabric() -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def address_for_all(hosts: Mapping[str, Sequence[str]]) -> str | None:
+def address_for_all(hosts: Iterable[Sequence[str]]) -> str | None:
     """Return the first host's address in its first network that all hosts share.
 
     None if there is no such network, e.g. with a router between hosts.
     """
-    lists = [[IPv4Interface(address) for address in local] for local in hosts.values()]
+    lists = [[IPv4Interface(address) for address in local] for local in hosts]
     for mine in lists[0]:
         neighbours = [
             {address.ip for address in local if address.ip in mine.network} for local in lists
@@ -45,6 +49,14 @@ def address_for_all(hosts: Mapping[str, Sequence[str]]) -> str | None:
         if all(neighbours) and len(set.union(*neighbours)) == sum(map(len, neighbours)):
             return str(mine.ip)
     return None
+
+
+def reachable_at(hosts: Collection[Sequence[str]]) -> list[str]:
+    """Return the first host's address in a network of all hosts, or all that it has."""
+    first = [address.partition("/")[0] for address in next(iter(hosts))]
+    shared = address_for_all(hosts)
+    # Loopback last: two "hosts" may be containers that share only this.
+    return [shared] if shared else [*first, "127.0.0.1"]
 
 
 def address_towards(host: str) -> str | None:

@@ -128,7 +128,8 @@ def start(
     Args:
         rank: rank of this process.
         hosts: hosts by rank.
-        addresses: addresses of this host, e.g. ``10.0.0.7/24``.
+        addresses: IPv4 addresses of this host for the others; rank 0 listens at a single one, or at
+            all that it has.
         gather: collective that returns the bytes of all ranks, by rank.
     """
     detector = FailureDetector(rank, hosts, addresses)
@@ -160,7 +161,8 @@ class FailureDetector:
         self.absent = 0  # number of ranks that have not connected yet
         self.pending: list[Handshake] = []  # not yet confirmed
         if rank == self.parent and len(set(hosts)) > 1:
-            self.listeners["tcp"] = socket.create_server(("", 0), backlog=BACKLOG)
+            at = addresses[0] if len(addresses) == 1 else ""
+            self.listeners["tcp"] = socket.create_server((at, 0), backlog=BACKLOG)
             self.absent += len(set(hosts)) - 1
         if rank == first and hosts.count(hosts[rank]) > 1:
             local = self.listeners["unix"] = socket.socket(socket.AF_UNIX)
@@ -173,9 +175,7 @@ class FailureDetector:
         endpoint: dict[str, object] = {"secret": self.secret.hex()}
         if "tcp" in self.listeners:
             endpoint["port"] = self.listeners["tcp"].getsockname()[1]
-            # Loopback last: two "hosts" may be containers that share only this.
-            addresses = [*self.addresses, "127.0.0.1"]
-            endpoint["addresses"] = [address.partition("/")[0] for address in addresses]
+            endpoint["addresses"] = list(self.addresses)
         if "unix" in self.listeners:
             endpoint["name"] = self.listeners["unix"].getsockname().hex()
         return json.dumps(endpoint).encode()

@@ -9,6 +9,7 @@ from hvdtrain.system.machine.network import (
     address_towards,
     addresses,
     interface_towards,
+    reachable_at,
 )
 
 DOCKER = "172.17.0.1/16"  # the same on each host that has it
@@ -29,11 +30,18 @@ DOCKER = "172.17.0.1/16"  # the same on each host that has it
 def test_the_first_network_shared_by_all_hosts(
     hosts: tuple[list[str], ...], expected: str | None
 ) -> None:
-    assert address_for_all({f"host{n}": local for n, local in enumerate(hosts)}) == expected
+    assert address_for_all(hosts) == expected
+
+
+def test_rank_0_is_reachable_in_the_shared_network_or_at_all_addresses() -> None:
+    assert reachable_at([["10.9.0.1/16", "10.0.0.1/24"], ["10.0.0.2/24"]]) == ["10.0.0.1"]
+    assert reachable_at([["10.0.0.1/24"], ["10.0.1.2/24"]]) == ["10.0.0.1", "127.0.0.1"]
+    assert reachable_at([[], []]) == ["127.0.0.1"]
 
 
 def test_this_host() -> None:
     assert (address_towards("127.0.0.1"), interface_towards("127.0.0.1")) == ("127.0.0.1", "lo")
     assert addresses("lo") == ["127.0.0.1/8"]
+    assert addresses("lo,no-such") == ["127.0.0.1/8"]
     assert not any(address.startswith("127.") for address in addresses())
     assert interface_towards("no-such-host.invalid") is None

@@ -14,7 +14,7 @@ from hvdtrain.system.runtime import failure_detector as detector
 from hvdtrain.system.runtime.failure_detector import FailureDetector
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 hosts = [(f"h{number}", "") for number in range(3)]
-ranks = [FailureDetector(number, hosts, []) for number in range(3)]
+ranks = [FailureDetector(number, hosts, ["127.0.0.1"]) for number in range(3)]
 endpoints = [rank.endpoint() for rank in ranks]
 port = ranks[0].listeners["tcp"].getsockname()[1]
 def until(happened):
@@ -54,6 +54,17 @@ connected(2)
 """)
     assert (code, out) == (0, "continues [2]\n"), err
     assert err.startswith("rank 1 on h1 cannot connect to rank 0 on h0") and err.count("\n") == 1
+
+
+def test_rank_0_listens_at_its_only_address() -> None:
+    code, out, err = run("""
+import psutil
+ports = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+assert ports == [("127.0.0.1", port)], ports
+ranks.append(FailureDetector(0, hosts, ["10.0.0.1", "127.0.0.1"]))  # no network in common
+assert ranks[-1].listeners["tcp"].getsockname()[0] == "0.0.0.0"
+""")
+    assert (code, out, err) == (0, "continues []\n", "")
 
 
 def test_a_process_that_gives_up_after_the_answer_is_not_lost() -> None:
