@@ -57,6 +57,21 @@ def check_folder(path: Path, name: str) -> None:
         raise UsageError(f"{name}: {parent} is not a writable directory")
 
 
+def is_own_folder(folder: Path) -> bool:
+    """Create ``folder`` unless it exists; return whether it is this user's directory, and no link.
+
+    Where others can write, somebody may have guessed its name and created it, to put in links that
+    a write would follow, or code that would run.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(parents=True)
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
 @contextlib.contextmanager
 def resumable(folder: Path) -> Iterator[None]:
     """Convert an ``OSError`` in work in ``folder``, which the next run continues."""

@@ -20,7 +20,7 @@ from hvdtrain.config.command_line import parse
 from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import check_writable
+from hvdtrain.system.files import check_writable, is_own_folder
 from hvdtrain.system.machine.threads import local_cores
 from hvdtrain.system.runtime import spawn, terminal
 from hvdtrain.system.runtime.detect import SPAWN, check_local_rank, detect, is_restarted
@@ -135,7 +135,8 @@ def _prepare(options: Options) -> CommonAdapter:
     keep_freed_memory()
     if options.compile:  # in the usual place for temporary files, for the next run
         kernels = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+        if is_own_folder(kernels):  # what is in it will be executed
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
     use_scratch_directory()  # before a framework reads the directory of temporary files
     terminal.status(f"importing {options.framework} and its libraries")
     with _hidden("matplotlib", "sklearn"):  # Keras imports them if installed, in 1.5 s

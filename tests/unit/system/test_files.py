@@ -10,12 +10,21 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.steps.checkpoint import save
+from hvdtrain.steps.checkpoint_files import Checkpoint
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.files import Output, check_writable, read_regular, replacing
+from hvdtrain.system.files import (
+    Output,
+    check_writable,
+    is_own_folder,
+    read_regular,
+    replacing,
+)
 from hvdtrain.system.output import plots
 from hvdtrain.training.progress import Progress
 
@@ -45,6 +54,37 @@ def test_a_file_is_replaced_and_keeps_its_mode(tmp_path: Path) -> None:
     assert path.stat().st_ino != before
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("mask", [0o027, 0o077, 0o002])
+def test_new_files_have_the_mode_of_the_umask(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        write(tmp_path / "out", b"new")
+        arrays = {"weight": np.zeros(2)}
+        save(tmp_path / "saved", Checkpoint(arrays, arrays, {"step": 1, "metrics": None}), keep=1)
+        assert is_own_folder(tmp_path / "own")
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(files) == 4 and len(folders) == 3
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~mask}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o777 & ~mask}
+
+
+def test_a_folder_that_another_user_may_have_made_is_not_ours(tmp_path: Path) -> None:
+    ours, link, file = (tmp_path / name for name in ("ours", "link", "file"))
+    assert is_own_folder(ours / "deep") and is_own_folder(ours / "deep")
+    link.symlink_to(ours)
+    file.touch()
+    assert not is_own_folder(link) and not is_own_folder(file)
+    link.unlink()
+    link.symlink_to(tmp_path / "nowhere")
+    assert not is_own_folder(link) and not (tmp_path / "nowhere").exists()
+    if os.geteuid() == 0:
+        os.chown(ours, 65534, 65534)
+        assert not is_own_folder(ours)
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -109,6 +109,15 @@ def test_killed_in_the_middle_and_again(data: Path, tmp_path: Path) -> None:
         assert original.digest == copied.digest
 
 
+def test_a_link_in_a_shared_directory_is_not_followed(data: Path, tmp_path: Path) -> None:
+    copy = Copy(data, tmp_path / "shared")
+    (tmp_path / "elsewhere").mkdir()
+    copy.folder.parent.mkdir()
+    copy.folder.symlink_to(tmp_path / "elsewhere")
+    assert f"{copy.folder} is not a directory of yours" in refusal(data, tmp_path / "shared")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_obstacles_are_reported(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
