@@ -15,7 +15,7 @@ from hvdtrain.adapters.save import Save
 from hvdtrain.errors import CheckpointError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import checkpoint_interval
-from hvdtrain.steps.checkpoint_files import STATE_FILE
+from hvdtrain.steps.checkpoint_files import STATE_FILE, State
 from hvdtrain.steps.directory_lock import DirectoryLock
 from hvdtrain.steps.sharding import Position
 from hvdtrain.steps.summary import Saves, Stopped
@@ -117,7 +117,7 @@ class CheckpointManager:
         )
         if state is None:
             return None
-        now = msgspec.convert(state, TrainState)
+        now = train_state(state)
         if self.adapter.world.data_rank:  # only data rank 0 continues the sums of this epoch
             now.loss_sum, now.loss_count = 0.0, 0
         self.path, self._saved = state["path"], _mark(now)
@@ -288,6 +288,23 @@ class CheckpointManager:
             self.adapter.communicator.on_root(lambda: log.warning("%s", warning))
         longest = max(self.saves.longest, time.monotonic() - pending.began)
         self.saves = replace(self.saves, longest=longest)
+
+
+def train_state(state: State) -> TrainState:
+    """Return the progress in the ``state`` of a checkpoint, with its ``path``.
+
+    Raises:
+        UsageError: a value is missing or of another type, on every rank.
+    """
+    try:
+        return msgspec.convert(state, TrainState)
+    except msgspec.ValidationError as error:
+        raise agreed(
+            UsageError(
+                f"{state['path']} is not the checkpoint of a trainer ({error}). "
+                f"{checkpoints.RESTART}"
+            )
+        ) from error
 
 
 def _mark(now: TrainState) -> tuple[Any, ...]:

@@ -56,6 +56,7 @@ from hvdtrain.steps.summary import Summary
 from hvdtrain.system.runtime import elastic, walltime
 from hvdtrain.system.runtime.failure_detector import CONFIRM, KEY, Handshake
 from hvdtrain.system.runtime.waits import Waits
+from hvdtrain.training.checkpoint_manager import train_state
 from hvdtrain.workloads.data import coco, image_folder, packed
 from hvdtrain.workloads.data.files import Names
 from hvdtrain.workloads.mnist import data as mnist
@@ -279,6 +280,7 @@ def read_checkpoint(state: bytes, folder: Path, tensors: bytes | None = None) ->
         checkpoint = checkpoints.load_newest(folder, check)
         assert checkpoint
         checkpoints.check_origin(checkpoint, ORIGIN)
+        train_state({**checkpoint.state, "path": str(checkpoint.path)})
         for tensor in checkpoint.model.values():
             assert np.asarray(tensor).shape == tensor.shape
             assert not tensor.shape or len(tensor[0:1]) <= 1
