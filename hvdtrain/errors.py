@@ -19,6 +19,8 @@ EXIT_USAGE = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 EXIT_INTERRUPTED = 130
 
+LONGEST = 2000  # characters of a message; what to do is at its end
+
 
 class HvdtrainError(Exception):
     """Error with a message for the user, and the exit code of the process."""
@@ -27,8 +29,11 @@ class HvdtrainError(Exception):
     agreed = False  # whether all ranks raise it together, so that only rank 0 prints it
 
     def __str__(self) -> str:
-        """Return the message in one line: names in it may contain control characters."""
-        return "".join(c if c.isprintable() else "?" for c in super().__str__())
+        """Return the message in one line: names and values in it may be those of any file."""
+        line = "".join(c if c.isprintable() else "?" for c in super().__str__())
+        return (
+            line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+        )
 
 
 class UsageError(HvdtrainError):

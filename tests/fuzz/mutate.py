@@ -10,7 +10,16 @@ from typing import Any
 TOKENS = [
     *(b"\0", b"\r", b"\n", b"\r\n", b"\xff\xfe", b"\xed\xa0\x80", b"\x1b[2J", "\u2028".encode()),
     *(b"NaN", b"Infinity", b"-1", b"0", b"1e999", b"9" * 20, b"9" * 5000, b"true", b"null"),
-    *(b"[" * 2000, b'{"a":' * 3000, b"\\ud800", b'"\\UFFFFFFFF"', b"/dev/zero", b"../../../etc"),
+    *(
+        b"[" * 2000,
+        b'{"a":' * 2000,
+        b"\n" * 20000,
+        b" " * 20000,
+        b"\\ud800",
+        b'"\\UFFFFFFFF"',
+        b"/dev/zero",
+        b"../../../etc",
+    ),
 ]
 NUMBERS = [-1, 0, 1, 2**31, 2**63 - 1, 2**63, -(2**63), 2**64, 10**400, 1e308, 0.5]
 VALUES: list[Any] = [

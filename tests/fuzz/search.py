@@ -25,12 +25,12 @@ except ImportError:
 MODULES = ["hvdtrain", "yaml"]  # whose coverage counts, also those that are imported later
 
 with atheris.instrument_imports(MODULES) if atheris else contextlib.nullcontext():
-    from tests.fuzz.guard import check
+    from tests.fuzz.guard import check, prepare
     from tests.fuzz.mutate import mutate
     from tests.fuzz.targets import TARGETS, Target
 
 MEMORY = 8 * 2**30  # address space
-LONGEST = 2**14  # bytes of an input
+LONGEST = 2**15  # bytes of an input
 TRIES = 300  # smaller inputs tried for each finding
 
 
@@ -94,8 +94,8 @@ def main(name: str, seconds: str, out: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     target = TARGETS[name]
     seeds, corpus = target.seeds(), Path(tempfile.mkdtemp(prefix="fuzz-corpus-"))
+    prepare(target, corpus / "first")
     for number, data in enumerate(seeds):
-        signature(target, data, corpus / "first")  # imports write compiled modules
         (corpus / str(number)).write_bytes(data)
     search = Search(target, float(seconds), Path(out))
 

@@ -52,9 +52,17 @@ from hvdtrain.config.command_line import parse
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import checkpoint_files, directory_lock
+from hvdtrain.steps.checkpoint_files import MODEL_FILE, STATE_FILE
+from hvdtrain.steps.directory_lock import Owner
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.runtime import elastic, walltime
-from hvdtrain.system.runtime.failure_detector import CONFIRM, KEY, Handshake
+from hvdtrain.system.runtime import elastic, failure_detector, walltime
+from hvdtrain.system.runtime.failure_detector import (
+    CONFIRM,
+    KEY,
+    Connection,
+    FailureDetector,
+    Handshake,
+)
 from hvdtrain.system.runtime.waits import Waits
 from hvdtrain.training.checkpoint_manager import train_state
 from hvdtrain.workloads.data import coco, image_folder, packed
@@ -65,7 +73,10 @@ from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
 from tests.studies import DDP, SINGLE, TUTORIAL, run, summary, trial, unavailable_trial
 from tests.timelines import straggling
 
-Seeds = Callable[[], list[bytes]]
+CORPUS = Path(__file__).parent / "corpus"
+SITES = Path(cli.__file__).parent / "commands" / "submit" / "sites"
+Read = Callable[[bytes, Path], object]
+"""Reads an input in an empty folder; returns the output of the command, if it is a text."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +85,31 @@ class Target:
 
     name: str
     group: str
-    read: Callable[[bytes, Path], object]  # in an empty folder; a text is the command's output
-    seeds: Seeds  # valid inputs
+    read: Read
+    written: Callable[[], list[bytes]] = list  # valid inputs, by the project's own writers
+
+    def corpus(self) -> list[bytes]:
+        """Return the committed inputs: valid ones, and those that broke a promise."""
+        return [path.read_bytes() for path in sorted((CORPUS / self.name).glob("*"))]
+
+    def seeds(self) -> list[bytes]:
+        """Return valid inputs, and all that are committed."""
+        return self.written() + self.corpus()
+
+
+TARGETS: dict[str, Target] = {}
+
+
+def reader(
+    name: str, group: str, written: Callable[[], list[bytes]] = list
+) -> Callable[[Read], Read]:
+    """Add a function to the targets."""
+
+    def add(read: Read) -> Read:
+        TARGETS[name] = Target(name, group, read, written)
+        return read
+
+    return add
 
 
 def every(*actions: Callable[[], object]) -> None:
@@ -88,6 +122,10 @@ def every(*actions: Callable[[], object]) -> None:
             last = error
     if last:
         raise last
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value).encode()
 
 
 def content(folder: Path, files: dict[str, bytes]) -> Path:
@@ -118,6 +156,7 @@ def _idx(shape: tuple[int, ...]) -> bytes:
     return struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape) + bytes(int(np.prod(shape)))
 
 
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 IDX = {
     f"{split}-{kind}-ubyte": _idx(shape)
     for split in ("train", "t10k")
@@ -125,8 +164,14 @@ IDX = {
 }
 
 
-def read_idx(name: str, data: bytes, folder: Path) -> None:
-    mnist.load(content(folder, {**IDX, name: data}))
+@reader("idx-images", "data", lambda: [IDX[IMAGES]])
+def read_idx_images(data: bytes, folder: Path) -> None:
+    mnist.load(content(folder, {**IDX, IMAGES: data}))
+
+
+@reader("idx-labels", "data", lambda: [IDX[LABELS], gzip.compress(IDX[LABELS], mtime=0)])
+def read_idx_labels(data: bytes, folder: Path) -> None:
+    mnist.load(content(folder, {**IDX, LABELS: data}))
 
 
 def picture(form: str, mode: str = "RGB") -> bytes:
@@ -136,8 +181,10 @@ def picture(form: str, mode: str = "RGB") -> bytes:
 
 
 PNG = picture("PNG")
+PICTURES = (("JPEG",), ("PNG", "P"), ("JPEG", "CMYK"))
 
 
+@reader("image-names", "data")
 def read_image_names(data: bytes, folder: Path) -> None:
     for name in data.split(b"\n")[:9]:
         parts = [part for part in name.split(b"/") if part.strip(b".")][:3]
@@ -157,10 +204,12 @@ def _read_images(folder: Path) -> None:
             assert isinstance(images.classes[images.labels[index]], str)
 
 
+@reader("image", "data", lambda: [picture(*form) for form in PICTURES])
 def read_image(data: bytes, folder: Path) -> None:
     _read_images(content(folder, {"train/a/1.jpg": data}))
 
 
+@reader("coco", "data")
 def read_coco(data: bytes, folder: Path) -> None:
     images = {f"train2017/{name}.jpg": b"" for name in "ab"}
     content(folder, {**images, "annotations/instances_train2017.json": data})
@@ -170,15 +219,6 @@ def read_coco(data: bytes, folder: Path) -> None:
         assert train.digest and [train.of(index) for index in range(len(train.files))]
 
     every(lambda: load(True), lambda: load(False))
-
-
-def coco_file() -> bytes:
-    names = enumerate("ab", 1)
-    images = [{"id": n, "file_name": f"{c}.jpg", "width": 9, "height": 8} for n, c in names]
-    box = {"image_id": 1, "category_id": 3, "bbox": [1, 2, 3, 4.5], "area": 13.5, "iscrowd": 0}
-    boxes = [{"id": 1, "segmentation": [[1, 2, 3]], **box}, {"id": 2, **box, "image_id": 2}]
-    kinds = [{"id": 3, "name": "cat"}, {"id": 5, "name": 7}]
-    return json.dumps({"images": images, "categories": kinds, "annotations": boxes}).encode()
 
 
 @cache
@@ -192,6 +232,7 @@ def pack_files() -> dict[str, bytes]:
     return {k[4:]: v for k, v in written(pack).items() if k.startswith("out/") and "/." not in k}
 
 
+@reader("pack-index", "data", lambda: [pack_files()[packed.INDEX]])
 def read_pack(data: bytes, folder: Path) -> None:
     content(folder, {**pack_files(), packed.INDEX: data})
     every(
@@ -202,6 +243,7 @@ def read_pack(data: bytes, folder: Path) -> None:
     )
 
 
+@reader("pack-shard", "data", lambda: [pack_files()["train-000000.tar"]])
 def read_shard(data: bytes, folder: Path) -> None:
     """Read a shard whose size and digest are those in the index."""
     contents = packed.Pack(content(folder, pack_files())).contents
@@ -214,24 +256,25 @@ def read_shard(data: bytes, folder: Path) -> None:
     _read_images(folder)
 
 
-def _pack_header() -> tuple[bytes, bytes]:
-    index = pack_files()[packed.INDEX]
-    end = 8 + int.from_bytes(index[:8], "little")
-    return index[8:end], index[end:]
+def parts(file: bytes) -> tuple[bytes, bytes]:
+    """Return the header and the arrays of a safetensors file."""
+    end = 8 + int.from_bytes(file[:8], "little")
+    return file[8:end], file[end:]
 
 
+def pack_headers() -> list[bytes]:
+    header, _ = parts(pack_files()[packed.INDEX])
+    return [header, json.loads(header)["__metadata__"]["hvdtrain"].encode()]
+
+
+@reader("pack-header", "data", pack_headers)
 def read_pack_header(data: bytes, folder: Path) -> None:
     """Read an index with the header ``data``, or only its metadata."""
-    header, arrays = _pack_header()
+    header, arrays = parts(pack_files()[packed.INDEX])
     if b"__metadata__" not in data:
         metadata = {"hvdtrain": data.decode(errors="replace")}
         data = json.dumps({**json.loads(header), "__metadata__": metadata}).encode()
     read_pack(len(data).to_bytes(8, "little") + data + arrays, folder)
-
-
-def pack_headers() -> list[bytes]:
-    header = _pack_header()[0]
-    return [header, json.loads(header)["__metadata__"]["hvdtrain"].encode()]
 
 
 # Checkpoints
@@ -259,17 +302,18 @@ def sealed(state: bytes, tensors: bytes | None = None) -> bytes:
         values = json.loads(state)
         if tensors is not None:
             digest = hashlib.sha256(tensors).hexdigest()
-            values["sha256"][checkpoint_files.MODEL_FILE] = digest
+            values["sha256"][MODEL_FILE] = digest
         own = checkpoint_files._digest_of_state(values)
-        values["sha256"][checkpoint_files.STATE_FILE] = own
+        values["sha256"][STATE_FILE] = own
         return json.dumps(values).encode()
     return state
 
 
+@reader("checkpoint-state", "checkpoints", lambda: [checkpoint_content()[STATE_FILE]])
 def read_checkpoint(state: bytes, folder: Path, tensors: bytes | None = None) -> None:
-    files = checkpoint_content() | {checkpoint_files.STATE_FILE: sealed(state, tensors)}
+    files = checkpoint_content() | {STATE_FILE: sealed(state, tensors)}
     if tensors is not None:
-        files[checkpoint_files.MODEL_FILE] = tensors
+        files[MODEL_FILE] = tensors
     content(folder / STEP, files)
 
     def check(checkpoint: checkpoints.Checkpoint) -> None:
@@ -295,21 +339,18 @@ def read_checkpoint(state: bytes, folder: Path, tensors: bytes | None = None) ->
     every(other_commands, lambda: checkpoints.load(folder / STEP, check), resume)
 
 
+@reader("checkpoint-tensors", "checkpoints", lambda: [checkpoint_content()[MODEL_FILE]])
 def read_tensors(data: bytes, folder: Path) -> None:
-    read_checkpoint(checkpoint_content()[checkpoint_files.STATE_FILE], folder, data)
+    read_checkpoint(checkpoint_content()[STATE_FILE], folder, data)
 
 
+@reader("checkpoint-header", "checkpoints", lambda: [parts(checkpoint_content()[MODEL_FILE])[0]])
 def read_tensor_header(data: bytes, folder: Path) -> None:
-    whole = checkpoint_content()[checkpoint_files.MODEL_FILE]
-    rest = whole[8 + int.from_bytes(whole[:8], "little") :]
+    _, rest = parts(checkpoint_content()[MODEL_FILE])
     read_tensors(len(data).to_bytes(8, "little") + data + rest, folder)
 
 
-def tensor_headers() -> list[bytes]:
-    whole = checkpoint_content()[checkpoint_files.MODEL_FILE]
-    return [whole[8 : 8 + int.from_bytes(whole[:8], "little")]]
-
-
+@reader("checkpoint-lock", "checkpoints", lambda: [_json(asdict(Owner.this_process()))])
 def read_lock(data: bytes, folder: Path) -> None:
     content(folder, {directory_lock.NAME: data})
     assert directory_lock._read_holder(folder / directory_lock.NAME)
@@ -318,6 +359,7 @@ def read_lock(data: bytes, folder: Path) -> None:
 # Results
 
 
+@reader("timeline", "results", lambda: [straggling(3).text.encode()])
 def read_timeline(data: bytes, folder: Path) -> str:
     path = content(folder, {"t.json": data}) / "t.json"
     recorder = Recorder()
@@ -330,6 +372,7 @@ def read_timeline(data: bytes, folder: Path) -> str:
     return report.text(facts) + report.comparison(report.compare(facts, sliced))
 
 
+@reader("summary", "results", lambda: [_json(summary(2, samples_trained=9))])
 def read_summary(data: bytes, folder: Path) -> None:
     path = content(folder, {"run.json": data}) / "run.json"
     every(
@@ -348,10 +391,12 @@ def _study(runs: list[MeasuredRun], folder: Path) -> str:
     return study_text(study)
 
 
+@reader("study", "results", lambda: [results()["results.jsonl"]])
 def read_results(data: bytes, folder: Path) -> str:
     return _study(read_folder(content(folder, {"results.jsonl": data})), folder)
 
 
+@reader("study-table", "results", lambda: [results()["runs.csv"], TUTORIAL.encode()])
 def read_results_table(data: bytes, folder: Path) -> str:
     return _study(read_table(content(folder, {"runs.csv": data}) / "runs.csv"), folder)
 
@@ -363,6 +408,12 @@ def results() -> dict[str, bytes]:
     return {**files, "runs.csv": table_text(runs).encode()}
 
 
+def comparison() -> list[bytes]:
+    trials = [trial(SINGLE), trial(DDP, rate=150.0), unavailable_trial(DDP, "no MPI")]
+    return [written(lambda at: [append_trial(at, each) for each in trials])["compare.jsonl"]]
+
+
+@reader("comparison", "results", comparison)
 def read_comparison(data: bytes, folder: Path) -> str:
     content(folder, {"compare.jsonl": data, "largest.jsonl": data})
     with contextlib.suppress(HvdtrainError):
@@ -372,11 +423,7 @@ def read_comparison(data: bytes, folder: Path) -> str:
     return compare_table.report_text("head", rows, [], "images")
 
 
-def comparison() -> bytes:
-    trials = [trial(SINGLE), trial(DDP, rate=150.0), unavailable_trial(DDP, "no MPI")]
-    return written(lambda at: [append_trial(at, each) for each in trials])["compare.jsonl"]
-
-
+@reader("metrics", "results")
 def read_metrics(data: bytes, folder: Path) -> None:
     path = content(folder, {"metrics.jsonl": data}) / "metrics.jsonl"
     try:
@@ -389,24 +436,15 @@ def read_metrics(data: bytes, folder: Path) -> None:
         json.dumps(curves.steps)
 
 
-METRICS = b"\n".join(
-    json.dumps(line).encode()
-    for line in (
-        {"kind": "step", "step": 10, "epoch": 0, "loss": 2.5, "step_loss": 2.4, "elapsed": 1.5},
-        {"kind": "epoch", "step": 20, "epoch": 0, "elapsed": 3, "loss": 2, "eval_accuracy": 0.9},
-    )
-)
-
-
+@reader("allreduce-times", "results")
 def read_times(data: bytes, folder: Path) -> None:
     fit.read_reductions([content(folder, {"t.json": data}) / "t.json"], "horovod")
 
 
-TIMES = {"ranks": 2, "backends": {"horovod": {"rows": [{"bytes": 4096, "seconds": 0.01}]}}}
-
 # Settings and batch systems
 
 
+@reader("config", "settings")
 def read_config(data: bytes, folder: Path) -> None:
     path = str(content(folder, {"c.yaml": data}) / "c.yaml")
     every(
@@ -432,15 +470,11 @@ def _command(*words: str) -> None:
         raise UsageError(errors.getvalue().removesuffix("\n"))
 
 
+@reader("site", "settings", lambda: [path.read_bytes() for path in SITES.glob("*.yaml")])
 def read_site(data: bytes, folder: Path) -> None:
     site = str(content(folder, {"site.yaml": data}) / "site.yaml")
     words = ("submit", "--dry-run", "--site", site, "--walltime", "1:00:00", "--env", "none")
     _command(*words, "--scheduler", "pbs", "--", "true")
-
-
-def sites() -> list[bytes]:
-    folder = Path(cli.__file__).parent / "commands" / "submit" / "sites"
-    return [path.read_bytes() for path in sorted(folder.glob("*.yaml"))]
 
 
 def _check_hosts(environ: dict[str, str]) -> None:
@@ -450,6 +484,7 @@ def _check_hosts(environ: dict[str, str]) -> None:
     assert layout.host_of(1) != ""
 
 
+@reader("nodefile", "batch")
 def read_nodefile(data: bytes, folder: Path) -> None:
     content(folder, {"nodes": data})
     every(
@@ -458,6 +493,7 @@ def read_nodefile(data: bytes, folder: Path) -> None:
     )
 
 
+@reader("nodelist", "batch")
 def read_nodelist(data: bytes, folder: Path) -> None:
     nodes, _, counts = data.decode(errors="surrogateescape").partition("\n")
     slurm_job = {"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": counts}
@@ -467,6 +503,7 @@ def read_nodelist(data: bytes, folder: Path) -> None:
     )
 
 
+@reader("batch-output", "batch")
 def read_batch(data: bytes, folder: Path) -> None:
     """Read the output of qstat, scontrol or squeue."""
     text = data.decode(errors="replace")
@@ -480,23 +517,7 @@ def read_batch(data: bytes, folder: Path) -> None:
         dialect.read_id(text)
 
 
-JOB = {
-    **{"job_state": "F", "Exit_status": 0, "Output_Path": "node:/home/me/a.o12", "stime": 1},
-    **{"exec_host": "node/0", "comment": "Job run", "Resource_List.walltime": "01:00:00"},
-}
-
-
-def qstat_text() -> bytes:
-    lines = "".join(f"    {key} = {value}\n" for key, value in JOB.items())
-    return f"Job Id: 12.server\n{lines}    resources_used.walltime = 00:01:00\n".encode()
-
-
-SCONTROL = (
-    b"JobId=12 ArrayTaskId=3 JobName=a JobState=COMPLETED Reason=None ExitCode=0:0 "
-    b"BatchHost=node NodeList=node StdOut=/home/me/a.o12 Power=\n"
-)
-
-
+@reader("chain", "batch")
 def read_chain(data: bytes, folder: Path) -> None:
     events = chain.read(content(folder, {"chain": data}) / "chain")
     chain.decide(events, "step-3 1")
@@ -504,16 +525,12 @@ def read_chain(data: bytes, folder: Path) -> None:
     chain._after(events, "12")
 
 
-CHAIN = (
-    b'{"event": "link", "job": "12"}\n{"event": "begin", "job": "12", "progress": "step-2 1"}\n'
-    b'{"event": "end", "job": "12", "code": 75}\n{"event": "over", "job": "12", "why": "done"}\n'
-)
-
 # Messages between ranks
 
 SECRET = bytes(range(2 * KEY))
 
 
+@reader("handshake", "ranks", lambda: [SECRET[:KEY] + bytes([0, 0, 0, 1]) + CONFIRM])
 def read_handshake(data: bytes, folder: Path) -> None:
     here, there = socket.socketpair()
     with here, there:
@@ -526,12 +543,35 @@ def read_handshake(data: bytes, folder: Path) -> None:
                 pass
 
 
+@reader("waits", "ranks")
 def read_report(data: bytes, folder: Path) -> None:
     waits = Waits(0, ["a", "b"])
     waits.take(data)
-    waits.check()
+    with mock.patch("hvdtrain.system.runtime.waits.fail"):  # it ends the process
+        waits.check()
 
 
+class _EndedError(Exception):
+    """The process has ended, as a rank is lost."""
+
+
+@reader("failure-detector", "ranks")
+def read_messages(data: bytes, folder: Path) -> None:
+    here, there = socket.socketpair()
+    detector = FailureDetector(0, [("node", "")] * 2, [])
+    detector.on_report = Waits(0, ["node", "node"]).take
+    patches = {"end_after_loss": mock.Mock(side_effect=_EndedError), "speak": mock.Mock()}
+    with here, there, mock.patch.multiple(failure_detector, time=mock.Mock(), **patches):
+        there.sendall(data[:65536])
+        there.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(_EndedError):
+            while detector._read(Connection(here, 1)):
+                pass
+    detector.close()
+    detector.selector.close()
+
+
+@reader("elastic-answer", "ranks")
 def read_answer(data: bytes, folder: Path) -> None:
     here, there = socket.socketpair()
 
@@ -544,103 +584,3 @@ def read_answer(data: bytes, folder: Path) -> None:
         there.shutdown(socket.SHUT_WR)
         with mock.patch.dict(os.environ, variables), contextlib.suppress(OSError):
             elastic.query_driver(elastic.RANK_AND_SIZE)
-
-
-def _json(*values: object) -> list[bytes]:
-    return [json.dumps(value).encode() for value in values]
-
-
-IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
-
-TARGETS = {
-    target.name: target
-    for target in (
-        Target("idx-images", "data", partial(read_idx, IMAGES), lambda: [IDX[IMAGES]]),
-        Target(
-            "idx-labels",
-            "data",
-            partial(read_idx, LABELS),
-            lambda: [IDX[LABELS], gzip.compress(IDX[LABELS], mtime=0)],
-        ),
-        Target("image-names", "data", read_image_names, lambda: [b"a/1.jpg\nb/2.PNG\nc d/3.jpeg"]),
-        Target(
-            "image",
-            "data",
-            read_image,
-            lambda: [picture("JPEG"), picture("PNG", "P"), picture("JPEG", "CMYK")],
-        ),
-        Target("coco", "data", read_coco, lambda: [coco_file()]),
-        Target("pack-index", "data", read_pack, lambda: [pack_files()[packed.INDEX]]),
-        Target("pack-header", "data", read_pack_header, pack_headers),
-        Target(
-            "pack-shard",
-            "data",
-            read_shard,
-            lambda: [pack_files()["train-000000.tar"]],
-        ),
-        Target(
-            "checkpoint-state",
-            "checkpoints",
-            read_checkpoint,
-            lambda: [checkpoint_content()[checkpoint_files.STATE_FILE]],
-        ),
-        Target(
-            "checkpoint-tensors",
-            "checkpoints",
-            read_tensors,
-            lambda: [checkpoint_content()[checkpoint_files.MODEL_FILE]],
-        ),
-        Target("checkpoint-header", "checkpoints", read_tensor_header, tensor_headers),
-        Target(
-            "checkpoint-lock",
-            "checkpoints",
-            read_lock,
-            lambda: _json(asdict(directory_lock.Owner.this_process())),
-        ),
-        Target("timeline", "results", read_timeline, lambda: [straggling(3).text.encode()]),
-        Target("summary", "results", read_summary, lambda: _json(summary(2, samples_trained=9))),
-        Target("study", "results", read_results, lambda: [results()["results.jsonl"]]),
-        Target(
-            "study-table",
-            "results",
-            read_results_table,
-            lambda: [results()["runs.csv"], TUTORIAL.encode()],
-        ),
-        Target("comparison", "results", read_comparison, lambda: [comparison()]),
-        Target("metrics", "results", read_metrics, lambda: [METRICS]),
-        Target(
-            "allreduce-times", "results", read_times, lambda: _json(TIMES, {"allreduce": TIMES})
-        ),
-        Target(
-            "config",
-            "settings",
-            read_config,
-            lambda: [b"batch-size: 64\nlr: 0.1\nlr_milestones: [30, 60]\nquiet: true\n"],
-        ),
-        Target("site", "settings", read_site, sites),
-        Target("nodefile", "batch", read_nodefile, lambda: [b"a\na\nb:4 # c\nc slots=2\n"]),
-        Target(
-            "nodelist", "batch", read_nodelist, lambda: [b"a[01-03,7],b\n4(x2),3(x3)", b"a\na 4"]
-        ),
-        Target(
-            "batch-output",
-            "batch",
-            read_batch,
-            lambda: [*_json({"Jobs": {"12.server": JOB}}), qstat_text(), SCONTROL, b"1-02:03:04"],
-        ),
-        Target("chain", "batch", read_chain, lambda: [CHAIN]),
-        Target(
-            "handshake",
-            "ranks",
-            read_handshake,
-            lambda: [SECRET[:KEY] + bytes([0, 0, 0, 1]) + CONFIRM],
-        ),
-        Target("waits", "ranks", read_report, lambda: [b'[1, 3, "average_metrics"]']),
-        Target(
-            "elastic-answer",
-            "ranks",
-            read_answer,
-            lambda: [b"HTTP/1.0 200 OK\r\nContent-Length: 11\r\n\r\n0,2,0,2,0,1"],
-        ),
-    )
-}

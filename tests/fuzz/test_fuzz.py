@@ -16,21 +16,27 @@ import tests.unit.conftest  # noqa: F401 (the profile of hypothesis)
 from hvdtrain.errors import UsageError
 from tests.conftest import on_demand
 from tests.fuzz import guard
-from tests.fuzz.guard import BrokenPromiseError, check
+from tests.fuzz.guard import BrokenPromiseError, check, prepare
 from tests.fuzz.mutate import mutate
 from tests.fuzz.targets import TARGETS, Target
 
-CORPUS = Path(__file__).parent / "corpus"
 GROUPS = sorted({target.group for target in TARGETS.values()})
 HOUR = 3600
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_valid_inputs_and_those_that_broke_it(name: str, tmp_path: Path) -> None:
-    for data in TARGETS[name].seeds():
+def test_valid_inputs_and_those_that_broke_a_promise(name: str, tmp_path: Path) -> None:
+    prepare(TARGETS[name], tmp_path / "in")
+    for data in [*TARGETS[name].seeds(), b"", b"[" * 1200, b'{"a":' * 1200]:
         check(TARGETS[name], data, tmp_path / "in")
-    for path in sorted((CORPUS / name).glob("*")):
-        check(TARGETS[name], path.read_bytes(), tmp_path / "in")
+
+
+@pytest.mark.parametrize("start", [b"Job Id: 1\n", b" a = b", b"JobState=X StdOut=/a"])
+@pytest.mark.parametrize("filler", [b"\n", b" "])
+def test_long_output_of_a_batch_system_takes_no_time(
+    start: bytes, filler: bytes, tmp_path: Path
+) -> None:
+    check(TARGETS["batch-output"], start + 30_000 * filler + b"=", tmp_path / "in")
 
 
 @pytest.mark.parametrize("name", TARGETS)

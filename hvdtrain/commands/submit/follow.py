@@ -103,7 +103,7 @@ class Tail:
             with self.path.open("rb") as file:
                 file.seek(self.read)
                 data = file.read()
-        except OSError:  # no file yet
+        except (OSError, ValueError):  # no file yet, or no name of a file
             return ""
         if not partial:
             data = data[: data.rfind(b"\n") + 1]

@@ -180,7 +180,7 @@ def read_text(output: str) -> State | None:
     _, *parts = re.split(r"^Job Id: *(\S+)$", output.replace("\n\t", ""), flags=re.MULTILINE)
     jobs: dict[str, dict[str, str]] = {}
     for name, part in zip(parts[::2], parts[1::2], strict=True):
-        pairs = re.findall(r"^\s+([\w.]+) = (.*)$", part, re.MULTILINE)
+        pairs = re.findall(r"^[ \t]+([\w.]+) = (.*)$", part, re.MULTILINE)
         # The first counts: a variable may contain such lines, too.
         jobs.setdefault(name, dict(reversed(pairs)))
     return _read(jobs)

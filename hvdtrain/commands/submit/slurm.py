@@ -102,13 +102,13 @@ def _read_line(line: str) -> State | None:
     if word[1] == "CANCELLED" and re.search(r" NodeList=(\(null\))? ", line):
         return NEVER_RAN
     reason = word[2] if phase == WAITING and word[2] not in (None, "None") else ""
-    log = re.search(r" StdOut=(.*?)(?: [A-Z]\w*=|\s*$)", line)
+    log = re.split(r" [A-Z]\w*=", line.partition(" StdOut=")[2], maxsplit=1)[0].rstrip()
     code = re.search(r"\bExitCode=(\d{1,9}):(\d{1,9})\b", line)
     return State(
         phase,
         word[1].lower() + (f" ({reason})" if reason else ""),
         exit_code(word[1], int(code[1]), int(code[2])) if phase == ENDED and code else None,
-        log_files(log[1] if log else ""),
+        log_files(log),
         host=host[1] if (host := re.search(r" BatchHost=(\S+)", line)) else "",
     )
 

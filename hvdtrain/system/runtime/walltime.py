@@ -109,7 +109,7 @@ def read_answer(text: str) -> int | None:
     """
     if "=" not in text:
         return parse_clock(text)
-    values = dict(re.findall(r"^\s*([\w.]+) = (.*?)\s*$", text, re.MULTILINE))
+    values = dict(re.findall(r"^[ \t]*([\w.]+) = (.*)$", text, re.MULTILINE))
     limit = parse_clock(values.get("Resource_List.walltime", ""))
     used = parse_clock(values.get("resources_used.walltime", "")) or 0
     return None if limit is None else limit - used
