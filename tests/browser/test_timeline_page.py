@@ -249,6 +249,16 @@ def test_hostile_names_are_escaped(browser: Browser, tmp_path: Path) -> None:
     assert browser.complaints == []
 
 
+def test_a_script_that_got_into_the_page_is_not_executed(browser: Browser, tmp_path: Path) -> None:
+    page = page_of(straggling(5), tmp_path)
+    evil = "<script>window.hacked = 1</script><img src=x: onerror='window.hacked = 2'>"
+    page.write_text(page.read_text().replace("<main>", f"<main>{evil}"))
+    browser.open(page, *DESKTOP)
+    assert view(browser)["lanes"] > 0  # the page's own script
+    assert browser.run("return window.hacked === undefined")
+    assert len([line for line in browser.complaints if "Content Security Policy" in line]) >= 2
+
+
 def test_the_printed_page_has_the_tables_and_the_picture(
     browser: Browser, page: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import pytest
 from hvdtrain.commands.launch.host_process import variables
 from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.prepare import GLOO, Pool, Request, check_gloo, make_pool
-from hvdtrain.commands.launch.remote import Reachable
+from hvdtrain.commands.launch.remote import Reachable, on_host
 from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.system.runtime.command import Command
+from hvdtrain.system.runtime.command import run as run_command
 from tests.conftest import BIN, executable, run, until
 
 ENVIRON = {"PATH": "/bin:/usr/bin"}
@@ -106,6 +110,19 @@ def test_variables_of_a_rank() -> None:
 
 
 # Other hosts, with a script as ssh
+
+
+def test_the_remote_shell_passes_all_words_and_variables_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path / "ssh", 'for last; do :; done; eval "$last"')  # as sshd's shell does
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    words = (f"$(touch {tmp_path}/evil)", "a b", "'", '"; exit 3', "`id`", "*", "\n", "", "-n")
+    show = "import os, sys; print([os.environ['HVDTRAIN_X'], *sys.argv[1:]])"
+    command = Command((sys.executable, "-c", show, *words), {"HVDTRAIN_X": words[0]})
+    done = run_command(on_host("elsewhere", command, {"HVDTRAIN_Y": words[0]}))
+    assert (done.exit_code, ast.literal_eval(done.output)) == (0, [words[0], *words])
+    assert not (tmp_path / "evil").exists()
 
 
 def test_a_host_is_excluded_until_it_answers(
