@@ -13,11 +13,12 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tests.conftest import BIN, Outcome, environment, executable, run
+from tests.conftest import BIN, ROOT, Outcome, environment, executable, run
 
 NET = "10.99.0"
 SLOTS = 2  # per host
@@ -222,6 +223,27 @@ class TwoHosts:
         finally:
             for number in (1, 2):
                 self._do(f"tc -n {self.namespace(number)} qdisc del dev eth0 root")
+
+    @contextlib.contextmanager
+    def impaired(self, *, delay: float = 0.0, loss: float = 0.0) -> Iterator[None]:
+        """Delay each packet by so many seconds, and lose a fraction of them."""
+        if shutil.which("ethtool") is None:
+            run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "ethtool"])
+        for number in self.names:
+            self._do(
+                f"ip netns exec {self.namespace(number)} "
+                "ethtool --offload eth0 tx off tso off gso off gro off"
+            )
+            self._do(f"ip -n {self.switch} link set port{number} nomaster")
+        words = ["ip", "netns", "exec", self.switch, sys.executable, "-m", "tests.cluster.relay"]
+        cable = subprocess.Popen([*words, str(delay), str(loss)], cwd=ROOT)
+        try:
+            yield
+        finally:
+            cable.kill()
+            cable.wait()
+            for number in self.names:
+                self._do(f"ip -n {self.switch} link set port{number} master bridge")
 
     def _do(self, command: str) -> None:
         done = run(command.split())

@@ -17,7 +17,7 @@ from tests.conftest import LONG, until
 from tests.parallel.conftest import Start, assert_gone, family, train
 
 KILLS = {"horovod": 40, "zero": 20, "fsdp": 20, "tensorflow": 20}
-SHORT = {"horovod": 2, "zero": 1}  # in CI
+SHORT = {"zero": 1}  # in CI
 STEPS = 14  # per kill, at most
 WINDOW = 0.6  # seconds after a save in which a kill may come
 

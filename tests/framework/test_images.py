@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,9 @@ pytest.importorskip("torchvision")
 from PIL import Image  # noqa: E402
 from sklearn.datasets import load_sample_image  # noqa: E402
 
-from hvdtrain.errors import UsageError  # noqa: E402
+from hvdtrain.errors import TrainingError, UsageError  # noqa: E402
 from hvdtrain.tasks.training_step_pytorch import network_input  # noqa: E402
+from hvdtrain.workloads.data.image_folder import worker_errors  # noqa: E402
 from hvdtrain.workloads.data.torch_images import _ahead, decoded  # noqa: E402
 from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision  # noqa: E402
 
@@ -120,3 +123,23 @@ def test_pixels_become_the_input_of_the_network(dtype: torch.dtype) -> None:
 def test_batches_ahead_are_bounded(workers: int, ahead: int) -> None:
     assert _ahead(workers) == ahead
     assert _ahead(0) is None
+
+
+class Dying:
+    """Samples whose reader is killed."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_a_killed_worker_is_one_line_with_the_remedy() -> None:
+    loader = torch.utils.data.DataLoader(
+        Dying(), num_workers=1, multiprocessing_context="forkserver"
+    )
+    one_line = pytest.raises(TrainingError, match=r"has ended \(.*\): .*use fewer --workers")
+    with one_line, worker_errors():
+        next(iter(loader))

@@ -58,6 +58,11 @@ class ProcessStatus:
     # Shut down the communication library:
     disconnect: list[Callable[[], None]] = field(default_factory=list)
 
+    def act(self, code: int) -> None:
+        """Take the actions; more than once if this process may be killed before its end."""
+        for action in self.at_exit:
+            action(code)
+
     def resume_hint(self) -> str:
         """Return how to resume after a failure that the training did not cause."""
         if is_restarted(os.environ):
@@ -232,8 +237,7 @@ def leave(code: int) -> NoReturn:
 
     After a failure these wait for ranks that have ended; ``os._exit`` cannot hang.
     """
-    for action in process_status.at_exit:
-        action(code)
+    process_status.act(code)
     with contextlib.suppress(OSError, RuntimeError):
         logging.shutdown()
         sys.stdout.flush()

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.elastic import EXIT_RESTART
 from hvdtrain.system.runtime.exit import end_after_loss, leave_mark, process_status, speak
@@ -313,8 +313,9 @@ class FailureDetector:
         # The socket stays open: the other side may be alive, and closing would mean a lost rank.
         if message in (FAILED, LOST):
             self._notify(message)
-            # An error of all ranks ends them together in the meantime.
-            time.sleep(PATIENCE if message == FAILED else 0.0)
+            if message == FAILED:
+                process_status.act(EXIT_FAILURE)  # mpirun is about to kill this process
+                time.sleep(PATIENCE)  # an error of all ranks ends them together in the meantime
             end_after_loss()
         if message != DONE:
             self._end(connection.rank, silent=silent)

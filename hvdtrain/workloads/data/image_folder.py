@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hvdtrain.config.declare import option
 from hvdtrain.config.options import TASK_OPTIONS, Options
 from hvdtrain.config.values import positive
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.system.runtime.outlive import end_with_parent
 from hvdtrain.workloads.data.files import (
     ENDINGS,
@@ -172,11 +172,12 @@ def broken_image(name: object, reason: object) -> UsageError:
 
 
 @contextlib.contextmanager
-def shared_memory() -> Iterator[None]:
-    """Convert errors of worker processes within the block that are due to a full /dev/shm.
+def worker_errors() -> Iterator[None]:
+    """Convert errors of worker processes within the block to one line with the remedy.
 
     Raises:
-        UsageError: /dev/shm is full; with the remedy.
+        UsageError: /dev/shm is full.
+        TrainingError: a worker process was killed.
     """
     try:
         yield
@@ -184,7 +185,12 @@ def shared_memory() -> Iterator[None]:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         # As PyTorch reports it; writing to a full /dev/shm may also kill the workers.
         if not (full or any(word in str(error) for word in ("No space left", "Bus error"))):
-            raise
+            if "exited unexpectedly" not in str(error) and "killed by signal" not in str(error):
+                raise
+            raise TrainingError(
+                f"a process that reads images has ended ({error}): if memory ran out, use fewer "
+                "--workers"
+            ) from error
         raise UsageError(
             f"the workers that read images need shared memory, and /dev/shm on "
             f"{socket.gethostname()} is full: free some space (in a container: --shm-size), or "
@@ -212,7 +218,7 @@ def broken_files(files: Files, workers: int) -> list[int]:
     """
     context = get_context("forkserver")
     with (
-        shared_memory(),
+        worker_errors(),
         ProcessPoolExecutor(max(1, workers), context, _begin, (files,)) as pool,
     ):
         reasons = list(pool.map(_decoding_error, range(len(files)), chunksize=64))

@@ -27,7 +27,7 @@ from hvdtrain.workloads.data.image_folder import (
     ImageFolder,
     ImageOptions,
     broken_image,
-    shared_memory,
+    worker_errors,
 )
 
 Wanted = tuple[list[int], int | None]  # indices, and the epoch to augment for (None: none)
@@ -61,7 +61,7 @@ class _Batches(torch_data.Dataset[Batch | UsageError]):
 
     def __getitem__(self, batch: Wanted) -> Batch | UsageError:
         try:
-            with shared_memory():
+            with worker_errors():
                 return _shared(self.reader.batch(*batch))
         except UsageError as error:
             return error
@@ -194,7 +194,7 @@ class ReadAhead(Dataset):
                 worker_init_fn=end_with_parent if self._workers else None,
                 pin_memory=self._pin,
             )
-        with shared_memory():
+        with worker_errors():
             for loaded in self._loader:
                 if isinstance(loaded, UsageError):
                     raise loaded

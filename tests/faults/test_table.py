@@ -1,0 +1,19 @@
+"""Some of the faults of the table; ``python -m tests.faults`` injects all of them, repeatedly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LONG
+from tests.faults.run import inject
+from tests.faults.table import FAULTS
+
+SHORT = ("rank: SIGUSR2", "disk: directory removed", "user's code: no descriptors left")
+
+
+@pytest.mark.parametrize("name", FAULTS if LONG else SHORT)
+def test_nothing_is_lost(name: str, tmp_path: Path) -> None:
+    result = inject(name, FAULTS[name].strategies[0], tmp_path, seed=len(name))
+    assert not result.problem, result.problem
