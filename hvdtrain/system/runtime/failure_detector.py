@@ -266,6 +266,8 @@ class FailureDetector:
         """Continue a handshake; register the connection when it is confirmed."""
         try:
             confirmed = begun.read()
+            if begun.rank not in (None, *range(len(self.hosts))):
+                raise ConnectionError(f"there is no rank {begun.rank}")
         except OSError as error:
             log.debug("handshake failed: %s", error)
             self._give_up(begun)
