@@ -85,7 +85,7 @@ def prepare(target: Target, folder: Path) -> None:
     """Import what ``target`` needs, unobserved: that writes compiled modules."""
     for data in (*target.seeds()[:1], b""):
         folder.mkdir()
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
             target.read(data, folder)
         shutil.rmtree(folder)
 

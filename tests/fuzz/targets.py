@@ -40,7 +40,7 @@ from hvdtrain.commands.scaling.runs import (
     read_table,
     table_text,
 )
-from hvdtrain.commands.study.curves import evaluations, read_curves, read_target
+from hvdtrain.commands.study.curves import evaluations, read_curves
 from hvdtrain.commands.submit import chain, pbs, slurm
 from hvdtrain.commands.submit.dialect import State
 from hvdtrain.commands.timeline import report, trace_page
@@ -431,7 +431,9 @@ def read_metrics(data: bytes, folder: Path) -> None:
     except (OSError, ValueError):
         return  # with a message for users: see ``report/find.py``
     if curves:
-        evaluations(curves, read_target("accuracy=0.9").metric)
+        for name in {name for record in curves.epochs for name in record}:
+            if name.startswith("eval_"):
+                evaluations(curves, name.removeprefix("eval_"))
         compare_table.loss_curve(curves)
         json.dumps(curves.steps)
 

@@ -115,6 +115,8 @@ def read_curves(path: Path, shown: Path | None = None) -> TrainingCurves | None:
             for name, value in record.items():
                 if name.startswith("eval_") and not isinstance(value, float | int | None):
                     raise ValueError(f"{name} is not a number")
+                if name.startswith("eval_") and value is not None:
+                    float(value)  # an integer may be too large
             # A resumed run repeats steps: the last record of a step counts.
             kinds[record["kind"]][int(step)] = record
         except (ValueError, OverflowError, RecursionError) as error:
