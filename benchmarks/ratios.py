@@ -8,6 +8,7 @@ python -m benchmarks.ratios images --repeats 7 --data ~/photographs
 python -m benchmarks.ratios packed --repeats 5 --data ~/photographs [--only cold]
 python -m benchmarks.ratios pi --repeats 5
 python -m benchmarks.ratios start --repeats 9 --data ../shared/data/mnist [--framework tensorflow]
+python -m benchmarks.ratios start --repeats 3 --data ../shared/data/mnist --ranks 8 16 32 64
 
 images takes timm's loader along where timm can be imported. It is not among the pins: pip install
 --no-deps timm; with --target DIR, and PYTHONPATH=DIR, it stays out of this environment.
@@ -271,7 +272,7 @@ def first_step(options: argparse.Namespace) -> None:
         line = (str(SCRIPTS / "bare_start.py"), options.framework, str(options.data))
         return lambda: printed(start(command(ranks, *line)), "seconds_to_first_step")
 
-    for ranks in (1, 2):
+    for ranks in options.ranks:
         candidates = {f"hvdtrain, {ranks}": hvdtrain(ranks), f"bare, {ranks}": bare(ranks)}
         alternate(candidates, options.repeats, f"hvdtrain, {ranks}")
 
@@ -297,6 +298,7 @@ def main() -> None:
     parser.add_argument("--framework", default="pytorch")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of start")
     parser.add_argument("--only", nargs="*", default=[], help="some of the candidates")
     parser.add_argument("--data", type=Path)
     options = parser.parse_args()

@@ -85,8 +85,10 @@ def agreed_threads(ranks: Sequence[RankCores], rank: int) -> int:
 
 def oversubscription(ranks: Sequence[RankCores], threads: Sequence[int]) -> str:
     """Return a warning if the ranks of a host have more threads than cores; else empty."""
-    for host in dict.fromkeys(rank.host for rank in ranks):
-        local = [number for number, rank in enumerate(ranks) if rank.host == host]
+    by_host: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        by_host.setdefault(rank.host, []).append(number)
+    for host, local in by_host.items():
         cores = len({cpu for number in local for cpu in ranks[number].cpus})
         total = sum(threads[number] for number in local)
         if total > max(cores, len(local)):
