@@ -145,7 +145,7 @@ def _run(verb: str, words: Sequence[str]) -> int:
         if as_json:
             print(json.dumps(report.data, indent=1, sort_keys=True))
         elif report.text:
-            print(report.text)
+            print(report.text.encode(errors="replace").decode())  # names of any bytes
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, e.g. head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -108,9 +108,7 @@ def check(target: Target, data: bytes, folder: Path) -> None:
     memory, began = _kibibytes("VmRSS"), time.process_time()
     with _quiet(folder):
         try:
-            result = target.read(data, folder)
-            if isinstance(result, str):  # printed on standard output
-                result.encode()
+            target.read(data, folder)
         except HvdtrainError as error:
             line = str(error)
             if len(line.splitlines()) != 1 or not line.isprintable() or len(line) > 1.1 * LONGEST:

@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image
 
 from hvdtrain import cli
+from hvdtrain.commands.compare import plot as compare_plot
 from hvdtrain.commands.compare import table as compare_table
 from hvdtrain.commands.compare.trials import append_trial, read_largest, read_trials
 from hvdtrain.commands.launch.hosts import find_allocation, lay_out, parse_lines
@@ -31,7 +32,7 @@ from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
 from hvdtrain.commands.scaling import fit
 from hvdtrain.commands.scaling.report import study_data, study_text
-from hvdtrain.commands.scaling.results import make_study
+from hvdtrain.commands.scaling.results import make_study, title
 from hvdtrain.commands.scaling.runs import (
     MeasuredRun,
     append_line,
@@ -76,7 +77,7 @@ from tests.timelines import straggling
 CORPUS = Path(__file__).parent / "corpus"
 SITES = Path(cli.__file__).parent / "commands" / "submit" / "sites"
 Read = Callable[[bytes, Path], object]
-"""Reads an input in an empty folder; returns the output of the command, if it is a text."""
+"""Reads an input in an empty folder."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +361,7 @@ def read_lock(data: bytes, folder: Path) -> None:
 
 
 @reader("timeline", "results", lambda: [straggling(3).text.encode()])
-def read_timeline(data: bytes, folder: Path) -> str:
+def read_timeline(data: bytes, folder: Path) -> None:
     path = content(folder, {"t.json": data}) / "t.json"
     recorder = Recorder()
     facts, _ = analyse(path, None, recorder)
@@ -369,7 +370,7 @@ def read_timeline(data: bytes, folder: Path) -> str:
     repair(path, folder / "repaired.json")
     json.loads((folder / "repaired.json").read_bytes())
     sliced, _ = analyse(path, (0.1, 0.5))
-    return report.text(facts) + report.comparison(report.compare(facts, sliced))
+    assert (report.text(facts) + report.comparison(report.compare(facts, sliced))).encode()
 
 
 @reader("summary", "results", lambda: [_json(summary(2, samples_trained=9))])
@@ -381,24 +382,25 @@ def read_summary(data: bytes, folder: Path) -> None:
     )
 
 
-def _study(runs: list[MeasuredRun], folder: Path) -> str:
+def _study(runs: list[MeasuredRun], folder: Path) -> None:
     scaling = runs[0].scaling or "weak"
     check_comparable(runs, scaling, str(folder))
     with mock.patch.object(fit, "SAMPLES", 2):  # as many take a second
         study = make_study(runs, scaling)
     json.dumps(study_data(study))
-    table_text(runs).encode()
-    return study_text(study)
+    table_text(runs)
+    assert title(study).isprintable()  # it is drawn
+    study_text(study)
 
 
 @reader("study", "results", lambda: [results()["results.jsonl"]])
-def read_results(data: bytes, folder: Path) -> str:
-    return _study(read_folder(content(folder, {"results.jsonl": data})), folder)
+def read_results(data: bytes, folder: Path) -> None:
+    _study(read_folder(content(folder, {"results.jsonl": data})), folder)
 
 
 @reader("study-table", "results", lambda: [results()["runs.csv"], TUTORIAL.encode()])
-def read_results_table(data: bytes, folder: Path) -> str:
-    return _study(read_table(content(folder, {"runs.csv": data}) / "runs.csv"), folder)
+def read_results_table(data: bytes, folder: Path) -> None:
+    _study(read_table(content(folder, {"runs.csv": data}) / "runs.csv"), folder)
 
 
 def results() -> dict[str, bytes]:
@@ -414,13 +416,14 @@ def comparison() -> list[bytes]:
 
 
 @reader("comparison", "results", comparison)
-def read_comparison(data: bytes, folder: Path) -> str:
+def read_comparison(data: bytes, folder: Path) -> None:
     content(folder, {"compare.jsonl": data, "largest.jsonl": data})
     with contextlib.suppress(HvdtrainError):
         read_largest(folder)
     rows = compare_table.make_rows(read_trials(folder), None, folder, None)
-    compare_table.csv_text(rows).encode()
-    return compare_table.report_text("head", rows, [], "images")
+    compare_table.csv_text(rows)
+    compare_table.report_text("head", rows, [], "images")
+    assert all(map(str.isprintable, compare_plot.names(rows)))
 
 
 @reader("metrics", "results")

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tests.unit.conftest  # noqa: F401 (the profile of hypothesis)
+from hvdtrain import cli
 from hvdtrain.errors import UsageError
 from tests.conftest import on_demand
 from tests.fuzz import guard
@@ -57,6 +58,15 @@ def test_an_hour_of_search(group: str, tmp_path: Path) -> None:
     assert subprocess.run([*command, "--out", str(tmp_path)], check=False).returncode == 0
 
 
+def test_names_of_any_bytes_are_reported(tmp_path: Path) -> None:
+    text = b'"\\udcff"'  # a name that is not UTF-8, in JSON
+    study, comparison = (TARGETS[name].seeds()[0] for name in ("study", "comparison"))
+    (tmp_path / "results.jsonl").write_bytes(study.replace(b'"tutorial"', text))
+    (tmp_path / "compare.jsonl").write_bytes(comparison.replace(b'"single"', text))
+    for command in (["scaling", "--out"], ["compare", "--out"], ["report"]):
+        assert cli.main([*command, str(tmp_path)]) == 0
+
+
 def _loop(_: Path) -> None:
     while True:
         pass
@@ -70,7 +80,6 @@ def _loop(_: Path) -> None:
         lambda folder: socket.create_connection(("127.0.0.1", 9)),
         lambda folder: bytearray(300 * 2**20),
         lambda folder: int("x"),
-        lambda folder: "\ud800",
         _loop,
     ],
 )

@@ -27,7 +27,7 @@ from hvdtrain.config.values import names, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.frameworks import is_installed
-from hvdtrain.system.output.text import plural
+from hvdtrain.system.output.text import plural, printable
 from hvdtrain.tasks.own import RECIPE
 
 OUT = Path("compare")
@@ -305,7 +305,7 @@ def sent_bytes(method: Method, summary: Summary) -> int | None:
 def full_label(method: Method) -> str:
     """Return the label of a method with its framework and precision."""
     parts = [method.label, method.framework, method.precision]
-    return " ".join(part for part in parts if part not in DEFAULTS)
+    return printable(" ".join(part for part in parts if part not in DEFAULTS))
 
 
 def title(method: Method) -> str:

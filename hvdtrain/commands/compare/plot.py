@@ -12,6 +12,7 @@ from hvdtrain.commands.compare.methods import Method
 from hvdtrain.commands.compare.table import MethodResult
 from hvdtrain.commands.study.curves import Evaluation, Target, draw_evaluations
 from hvdtrain.system.output import plots
+from hvdtrain.system.output.text import printable
 
 BAR = 0.34  # height of a row of bars, inches
 MARKER = 60  # area, points squared
@@ -74,7 +75,8 @@ def names(rows: Sequence[MethodResult] | Sequence[Method]) -> list[str]:
     several = [len({getattr(row, key) for row in rows}) > 1 for key in ("framework", "precision")]
     for row in rows:
         kinds = zip((row.framework, row.precision or ""), several, strict=True)
-        labels.append(" ".join([row.label, *(kind for kind, differs in kinds if differs)]))
+        words = [row.label, *(kind for kind, differs in kinds if differs)]
+        labels.append(printable(" ".join(words)))  # matplotlib draws no other text
     return labels
 
 

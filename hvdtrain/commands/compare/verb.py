@@ -92,7 +92,7 @@ def report(options: CompareOptions, methods: Sequence[Method] | None = None) -> 
     files = [folder / f"{table.STEM}.csv", *([options.csv] if options.csv else [])]
     for file in files:
         with replacing(file) as out:
-            out.write(table.csv_text(rows).encode())
+            out.write(table.csv_text(rows).encode(errors="replace"))
     lines = table.evaluated(trials, folder, target) if target else []
     unit = unit_of(trial.summary for trial in trials)
     files += plot.draw(rows, folder / table.STEM, lines, target, unit)

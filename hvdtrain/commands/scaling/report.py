@@ -102,7 +102,7 @@ def write(study: Study, folder: Path) -> list[Path]:
     make_folder(folder)
     table = folder / TABLE
     with replacing(table, "--out") as file:
-        file.write(table_text(study.runs).encode())
+        file.write(table_text(study.runs).encode(errors="replace"))
     return [table, *plot.draw(study, folder / PLOT)]
 
 

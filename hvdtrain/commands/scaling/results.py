@@ -37,7 +37,7 @@ from hvdtrain.commands.scaling.fit import (
 from hvdtrain.commands.scaling.runs import SPLIT, STRONG, MeasuredRun
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import unit_of
-from hvdtrain.system.output.text import plural
+from hvdtrain.system.output.text import plural, printable
 
 CONFIDENCE = 0.95
 # The sets of parts that add up to a step.
@@ -256,7 +256,7 @@ def title(study: Study) -> str:
         f"{plural(repeats, 'run')} per size",
         f"{first.machine}{threads}",
     ]
-    return "; ".join(part for part in parts if part)
+    return printable("; ".join(part for part in parts if part))  # matplotlib draws no other text
 
 
 def make_study(
