@@ -33,7 +33,8 @@ LAUNCHERS = {
     "launch": ("hvdtrain", "launch", "-n", "2", "--"),
     "timeout": ("hvdtrain", "launch", "-n", "2", "--timeout", "15", "--"),
 }
-RESNET = ("--model=resnet18", "--image-size=32", "--workers=1", "--batch-size=2")
+OWN = ("hvdtrain.train", "tests/faults/task.py", "--batch-size=8")
+RESNET = ("hvdtrain.resnet", "--model=resnet18", "--image-size=32", "--workers=1", "--batch-size=2")
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -52,7 +53,9 @@ class Job:
     prefix: Sequence[str] = ()  # of the command
     seed: int = 0
     hosts: TwoHosts | None = None  # on which it runs; None: on this one
-    images: Path | None = None  # folder to train on with worker processes; None: own_task.py
+    training: Sequence[str] = OWN
+    steps: int = STEPS
+    every: int = EVERY
     process: subprocess.Popen[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,19 +109,12 @@ class Job:
             )
 
     @property
-    def steps(self) -> int:
-        """Return the number of updates; those on images take longer."""
-        return STEPS // 4 if self.images else STEPS
-
-    @property
     def program(self) -> list[str]:
         """Return the command of each rank."""
-        images = ("hvdtrain.resnet", f"--data={self.images}", *RESNET)
-        own = ("hvdtrain.train", "tests/faults/task.py", "--batch-size=8")
         return [
-            *(sys.executable, "-m", *(images if self.images else own), "--quiet"),
+            *(sys.executable, "-m", *self.training, "--quiet"),
             *("--precision=fp64", "--epochs=99", f"--num-steps={self.steps}"),
-            *(f"--checkpoint-every={EVERY}", f"--checkpoint-dir={self.checkpoints}"),
+            *(f"--checkpoint-every={self.every}", f"--checkpoint-dir={self.checkpoints}"),
             *STRATEGIES[self.strategy],
             *self.options,
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import shutil
@@ -14,8 +15,8 @@ import numpy as np
 
 from hvdtrain.steps import checkpoint as checkpoints
 from tests.conftest import Outcome, until
-from tests.faults.job import LAUNCHERS, Job, lines, make_images
-from tests.faults.table import FAULTS, GOES_ON
+from tests.faults.job import LAUNCHERS, Job, lines
+from tests.faults.table import FAULTS, GOES_ON, images
 from tests.parallel.conftest import Training
 
 OWN = {"processes", "locks", "partial checkpoints"}  # what hvdtrain itself must not leave
@@ -48,9 +49,10 @@ class Result:
 @functools.cache
 def undisturbed(strategy: str, *, reads_images: bool) -> dict[str, np.ndarray]:
     """Return the tensors at the end of a training without faults."""
-    with tempfile.TemporaryDirectory() as folder:
-        images = make_images(Path(folder, "images")) if reads_images else None
-        job = Job(Path(folder), strategy, images=images)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        job = Job(Path(folder), strategy)
+        if reads_images:
+            stack.enter_context(images(job))
         job.start()
         outcome = job.finish(120)
         assert outcome.code == 0, outcome.err
@@ -96,7 +98,7 @@ def inject(name: str, strategy: str, folder: Path, seed: int) -> Result:
             intact = checkpoints.load_newest(job.checkpoints)
             lost = max(0, step_of(before) - (intact.state["step"] if intact else 0))
             assert lost <= fault.lost, f"{before} was saved, {intact and intact.path.name} is left"
-            resumed = Job(folder, strategy, images=job.images)
+            resumed = Job(folder, strategy, training=job.training, steps=job.steps)
             resumed.start()
             try:
                 again = resumed.finish(120)

@@ -20,7 +20,7 @@ import psutil
 from hvdtrain.steps.checkpoint import newest_name
 from tests.cluster.hosts import TwoHosts
 from tests.conftest import BIN, executable, until
-from tests.faults.job import EVERY, STRATEGIES, Job, make_images
+from tests.faults.job import EVERY, RESNET, STEPS, STRATEGIES, Job, make_images
 
 GOES_ON, STOPPED = 0, 75
 RANK = 1  # that has the fault
@@ -222,7 +222,8 @@ def kept(job: Job) -> Iterator[None]:
 @contextlib.contextmanager
 def images(job: Job) -> Iterator[None]:
     """Train on images, which a process beside each rank reads."""
-    job.images = make_images(job.folder / "images")
+    job.training = (*RESNET, f"--data={make_images(job.folder / 'images')}")
+    job.steps = STEPS // 4  # they take longer
     yield
 
 
@@ -372,7 +373,7 @@ def set_clock(job: Job) -> None:
 
 def start_another(job: Job) -> None:
     """Start the same training again on the same directory, while the first one is suspended."""
-    other = Job(job.folder / "other", job.strategy)
+    other = Job(job.folder / "other", job.strategy, training=job.training, extra=job.extra)
     other.options = (f"--checkpoint-dir={job.checkpoints}",)
     for rank in job.ranks():
         rank.suspend()

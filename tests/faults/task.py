@@ -24,6 +24,7 @@ from hvdtrain.tasks.dataset import Batch, Dataset
 from hvdtrain.tasks.task import Task
 
 FAULT = "HVDTRAIN_TEST_FAULT"  # variable: path of the file
+RECORD = "HVDTRAIN_TEST_SAMPLES"  # variable: folder of the records of the samples
 PACE = 0.02  # seconds of a step, at least
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 FILES = {"pytorch": "own_task.py", "tensorflow": "own_task_tf.py"}
@@ -75,10 +76,14 @@ KINDS = {
 
 
 class Faulty(Dataset):
-    """The samples of another dataset, whose loading fails on request."""
+    """The samples of another dataset, whose loading fails on request, and is recorded on request.
 
-    def __init__(self, whole: Dataset) -> None:
+    A record is a row of epoch, consumed samples, number of indices, and the indices of this rank.
+    """
+
+    def __init__(self, whole: Dataset, pace: float = PACE) -> None:
         self.whole, self.samples, self.digest = whole, whole.samples, whole.digest
+        self.pace = pace
         self.file = Path(os.environ[FAULT])
         self.rank = next(
             os.environ[key]
@@ -89,8 +94,16 @@ class Faulty(Dataset):
     def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
         """Yield the parts, slowly."""
         for part, batch in self.whole.training(parts):
-            time.sleep(PACE)
+            time.sleep(self.pace)
+            self.record(part)
             yield part, self.obey(batch)
+
+    def record(self, part: Part) -> None:
+        """Append the samples of a part to this rank's file."""
+        if folder := os.environ.get(RECORD):
+            row = [part.start.epoch, part.start.consumed, len(part.indices), *part.indices]
+            with Path(folder, self.rank).open("ab") as file:
+                file.write(np.array(row, np.int32).tobytes())
 
     def evaluation(self, batches: Iterable[Indices]) -> Iterator[Batch]:
         """Yield the batches."""
