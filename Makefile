@@ -101,11 +101,14 @@ test-all: setup  ## all tests, as the continuous integration runs them
 	coverage combine --quiet
 	coverage report
 	@$(MAKE) --no-print-directory docs
-	python -m pytest $(wildcard tests/parallel tests/faults tests/cluster tests/browser) \
+	python -m pytest $(wildcard tests/fuzz tests/parallel tests/faults tests/cluster tests/browser) \
 	    -m 'not contract' --durations=0 | tee --append .durations.txt
 
 soak: setup  ## what takes too long for test-all: faults again and again, all pairs, peak memory
 	python -m tests.faults --times 5
+	python -m tests.faults.soak --data ../shared/data/mnist
+	python -m tests.faults.soak --data ../shared/data/mnist --framework tensorflow
+	python -m tests.fuzz all --seconds 600
 	HVDTRAIN_LONG=1 $(PYTEST) -s tests/faults/test_killed_saves.py tests/parallel/test_pairs.py
 	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/parallel/test_elastic*.py)
 	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/cluster/test_two_hosts.py) -k elastic
