@@ -24,6 +24,7 @@ def compared(training: Training) -> dict[str, Any]:
     summary = training.summary
     summary["options"].update(summary="", checkpoint_dir="")
     summary["environment"].update(ended="")
+    summary["saves"] = summary["saves"]["count"]  # without their seconds
     return {key: value for key, value in summary.items() if key not in {*TIMINGS, *USAGE, *OTHERS}}
 
 
