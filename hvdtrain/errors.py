@@ -30,7 +30,8 @@ class HvdtrainError(Exception):
 
     def __str__(self) -> str:
         """Return the message in one line: names and values in it may be those of any file."""
-        line = "".join(c if c.isprintable() else "?" for c in super().__str__())
+        text = super().__str__()
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
         return (
             line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
         )

@@ -125,7 +125,7 @@ def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
     assert code == 0, said
     lost = re.search(r", step (\d+): rank \d on .* resume from \S*/step-(\d+)", said)
     assert lost, said
-    assert 0 <= int(lost[1]) - int(lost[2]) <= EVERY
+    assert 0 <= int(lost[1]) - int(lost[2]) <= 2 * EVERY  # the last save was not complete
     assert "was ended by SIGKILL" in said
     assert job.summary["world_size"] == size
     assert (job.summary["stopped"], job.summary["steps_completed"]) == ("steps", STEPS)
