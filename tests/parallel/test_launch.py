@@ -46,11 +46,11 @@ from hvdtrain.steps import checkpoint
 from hvdtrain.training.loop import TrainingLoop
 mark, moment = pathlib.Path(sys.argv[1]), sys.argv[2]
 del sys.argv[1:3]
-target = {"evaluation": (TrainingLoop, "_evaluate"), "save": (checkpoint, "save")}.get(moment)
+target = {"evaluation": (TrainingLoop, "_evaluate"), "save": (checkpoint, "commit")}.get(moment)
 if target:
     real = getattr(*target)
     def slow(*arguments):
-        mark.write_text(str(arguments[1].state["step"]) if moment == "save" else "")
+        mark.write_text(str(arguments[2]["step"]) if moment == "save" else "")
         time.sleep(2)
         return real(*arguments)
     setattr(*target, slow)
