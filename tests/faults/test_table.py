@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ SHORT = ("rank: SIGUSR2", "disk: directory removed", "user's code: no descriptor
 
 
 @pytest.mark.parametrize("name", FAULTS if LONG else SHORT)
-def test_nothing_is_lost(name: str, tmp_path: Path) -> None:
-    result = inject(name, FAULTS[name].strategies[0], tmp_path, seed=len(name))
+def test_nothing_is_lost(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # short, as that of a scratch directory must be
+        result = inject(name, FAULTS[name].strategies[0], Path(folder), seed=len(name))
     assert not result.problem, result.problem

@@ -57,11 +57,13 @@ class ProcessStatus:
     at_exit: list[Callable[[int], None]] = field(default_factory=list)  # called with the exit code
     # Shut down the communication library:
     disconnect: list[Callable[[], None]] = field(default_factory=list)
+    _acting: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def act(self, code: int) -> None:
         """Take the actions; more than once if this process may be killed before its end."""
-        for action in self.at_exit:
-            action(code)
+        with self._acting:  # another thread must not end the process meanwhile
+            for action in self.at_exit:
+                action(code)
 
     def resume_hint(self) -> str:
         """Return how to resume after a failure that the training did not cause."""
