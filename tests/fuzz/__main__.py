@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,14 +27,15 @@ def main() -> int:
         folder = out / name
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-B", "-m", "tests.fuzz.search"]
-        process = subprocess.run(
-            [*command, name, str(arguments.seconds), str(folder)],
-            stdin=subprocess.DEVNULL,
-            stderr=(log := (folder / "log").open("wb")),
-            timeout=arguments.seconds + STARTING,
-            check=False,
-        )
-        log.close()
+        with tempfile.TemporaryDirectory() as scratch, (folder / "log").open("wb") as log:
+            process = subprocess.run(
+                [*command, name, str(arguments.seconds), str(folder)],
+                env={**os.environ, "TMPDIR": scratch},
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                timeout=arguments.seconds + STARTING,
+                check=False,
+            )
         if process.returncode:
             print(f"{name}: exit code {process.returncode}; see {folder}", flush=True)
         failed |= process.returncode != 0
