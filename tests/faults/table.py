@@ -25,7 +25,7 @@ from tests.faults.job import EVERY, RESNET, STEPS, STRATEGIES, Job, make_images
 GOES_ON, STOPPED = 0, 75
 RANK = 1  # that has the fault
 PAUSE = 20.0  # seconds for which a process is suspended
-WHOLE = tuple(name for name in STRATEGIES if name != "pipeline")
+READERS = ("horovod", "ddp", "zero", "fsdp", "mpi")  # whose images are read by processes
 NAMED = rf"rank {RANK}\b"
 ENDED = rf"{NAMED}|@1,{RANK}\]"  # by hvdtrain or by mpirun
 KILLED = 128 + signal.SIGKILL
@@ -428,9 +428,9 @@ FAULTS: Mapping[str, Fault] = {
     "mpirun: SIGKILL": Fault(
         signal_launcher("prterun", signal.SIGKILL), (-signal.SIGKILL,), clean=False
     ),
-    "mpirun: SIGTERM": Fault(signal_launcher("prterun", signal.SIGTERM), range(256), "SIGTERM"),
-    "mpirun: SIGINT": Fault(signal_launcher("prterun", signal.SIGINT), range(256), "SIGTERM"),
-    "mpirun: SIGHUP": Fault(signal_launcher("prterun", signal.SIGHUP), range(256)),
+    "mpirun: SIGTERM": Fault(signal_launcher("prterun", signal.SIGTERM), range(1, 256), "SIGTERM"),
+    "mpirun: SIGINT": Fault(signal_launcher("prterun", signal.SIGINT), range(1, 256), "SIGTERM"),
+    "mpirun: SIGHUP": Fault(signal_launcher("prterun", signal.SIGHUP), range(1, 256)),
     "mpirun: SIGUSR1": Fault(signal_launcher("prterun", signal.SIGUSR1), (STOPPED,), "SIGUSR1"),
     "mpirun: SIGUSR2": Fault(signal_launcher("prterun", signal.SIGUSR2), (STOPPED,), "SIGUSR2"),
     "mpirun: suspended for 20 s": Fault(
@@ -494,7 +494,7 @@ FAULTS: Mapping[str, Fault] = {
     "user's code: NaN": Fault(ask("nan"), (1,), "finite"),
     "user's code: no descriptors left": Fault(ask("descriptors"), (0, 1)),
     "data loader: worker killed": Fault(
-        kill_worker, (1,), NAMED, strategies=WHOLE[:5], surroundings=images
+        kill_worker, (1,), NAMED, strategies=READERS, surroundings=images
     ),
     "machine: /dev/shm full": Fault(fill_shared_memory, (GOES_ON,), surroundings=own_shared_memory),
     "machine: clock set by an hour": Fault(set_clock, (GOES_ON,), surroundings=false_clock),
