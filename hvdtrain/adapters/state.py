@@ -160,6 +160,17 @@ class StateAdapter(Adapter):
                 save.wait()
         return save.wait() if wait else save
 
+    @together
+    def reserve_copies(self, model: Any, optimizer: Any) -> None:
+        """Allocate the memory for saving in the background; all ranks must call it.
+
+        Otherwise the first save does, which then takes twice as long. Call it after an update, with
+        which an optimizer has all of its state.
+        """
+        view = self.view(model, optimizer)
+        if copies := self._room_for_copies(view, optimizer):
+            view.contribute(Path(), optimizer, {"step": 0}, {}, 0, copies)
+
     def _room_for_copies(self, view: StateView, optimizer: Any) -> HostCopies | None:
         """Return the copies of this rank; None, on all ranks, if the memory of a host is short."""
         if self._copies is None:

@@ -62,5 +62,7 @@ def losses(
     """
     late = latency - cost
     exponent = (interval + cost) / between
-    goodput = interval / (between * math.exp((restart + late) / between) * math.expm1(exponent))
+    # 1 / (exp(x) - 1), written such that nothing overflows if each step fails.
+    attempts = math.exp(-exponent) / -math.expm1(-exponent)
+    goodput = interval / between * math.exp(-(restart + late) / between) * attempts
     return Losses(lost_seconds=interval / 2 + late, goodput=goodput)

@@ -72,6 +72,8 @@ class CheckpointManager:
         self._every: int | None = None  # updates between saves
         self.saves = Saves()
         self._lock: DirectoryLock | None = None  # on rank 0
+        in_background = self.options.checkpoint_dir is not None and self.options.save == "async"
+        self._must_reserve = in_background  # memory for the copies
 
     def resume(self) -> TrainState:
         """Return the progress of the newest checkpoint, according to ``--resume``, or of the start.
@@ -267,12 +269,15 @@ class CheckpointManager:
         return replace(self.saves, every=self._every, lost_per_failure=lost, goodput=goodput)
 
     def poll(self) -> None:
-        """Complete the pending save, if all ranks have written it; call it after an update.
+        """Complete the pending save if all ranks have written it; all call it after an update.
 
         Raises:
             TrainingError, HvdtrainError: on every rank, as ``save``; that a checkpoint could not be
                 written is a warning.
         """
+        if self._must_reserve:
+            self._must_reserve = False
+            self.adapter.reserve_copies(self.task.model, self.task.optimizer)
         if self._pending and self._pending.save.done():
             self.finish()
 

@@ -62,3 +62,8 @@ def test_a_save_that_takes_longer_than_failures_are_apart() -> None:
     early = losses(100.0, cost=1.0, latency=1.0, restart=0.0, between=1000.0)
     assert late.lost_seconds == early.lost_seconds + 30
     assert late.goodput < early.goodput < 1
+
+
+def test_a_job_that_cannot_get_on_has_no_goodput() -> None:
+    mean = losses(10.0, cost=1.0, latency=1.0, restart=5.0, between=0.001)
+    assert mean.goodput == 0 and mean.lost_seconds == 5
