@@ -174,9 +174,9 @@ class Adapter(ABC):
                 written in the background; a previous save is waited for.
 
         Returns:
-            The directory of the checkpoint, or without ``wait`` the ``Save``: call its ``done()``
-            after updates, and its ``wait()`` before the program ends. A checkpoint that was not
-            completed by one of them, or by the next save, is lost.
+            The directory of the checkpoint, or without ``wait`` the ``Save``: on all ranks call its
+            ``done()`` after updates, and its ``wait()`` before the program ends. A checkpoint that
+            was not completed by one of them, or by the next save, is lost.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write; without ``wait`` it is

@@ -98,7 +98,6 @@ class CommonAdapter(StateAdapter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stop_wanted = False
         self._detector: failure_detector.FailureDetector | None = None
         self._shards: Shards | None = None  # from which the last part was drawn
         self._distributed: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
@@ -171,8 +170,12 @@ class CommonAdapter(StateAdapter):
 
     @property
     def flags_agreed(self) -> Flags:
-        """For each flag, whether any rank had set it at the last step; equal on all ranks."""
-        agreed = [optimizer.flags for optimizer in self.gradient_sums] or [self.flags]
+        """For each flag, whether any rank had set it at the last step; equal on all ranks.
+
+        Several ranks that sum no gradients do not know it; some may be saving.
+        """
+        unsummed = Flags(self.stop_wanted, saving=self.is_saving or self.world.size > 1)
+        agreed = [optimizer.flags for optimizer in self.gradient_sums] or [unsummed]
         return Flags(*map(any, zip(*agreed, strict=True)))
 
     @property

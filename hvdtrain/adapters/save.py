@@ -7,36 +7,60 @@ with the gradients that all ranks have finished one, and only then exchanges the
 
 from __future__ import annotations
 
-import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 from hvdtrain.adapters.state_view import Contribution, digests_of
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import CheckpointError, HvdtrainError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import State, Written
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.system.runtime.outlive import surviving_kill
+from hvdtrain.system.runtime.waits import Waits
+
+log = logging.getLogger(__name__)
 
 NICE = 10  # added to the niceness of the thread, so that the training computes first
 
+Result = TypeVar("Result")
 
-@functools.cache
-def _thread() -> ThreadPoolExecutor:
-    """Return the one thread that writes, of lower priority than the training."""
 
-    def give_way() -> None:
+class _Stage(Generic[Result]):
+    """An action of this rank, without messages: in a thread from now on, or when it is waited for.
+
+    A daemon thread, as a program that fails must not wait for a disk.
+    """
+
+    def __init__(self, action: Callable[[], Result], *, in_background: bool) -> None:
+        self._action, self._future = action, Future[Result]() if in_background else None
+        if in_background:
+            threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the thread is still running."""
+        return self._future is not None and not self._future.done()
+
+    def result(self) -> Result:
+        """Return or raise what the action does."""
+        return self._future.result() if self._future else self._action()
+
+    def _run(self) -> None:
+        assert self._future
         with suppress(OSError):  # Linux has a priority per thread
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
-
-    return ThreadPoolExecutor(1, "checkpoint", initializer=give_way)
+        try:
+            self._future.set_result(self._action())
+        except BaseException as error:
+            self._future.set_exception(error)
 
 
 class Save:
@@ -44,34 +68,51 @@ class Save:
 
     Args:
         communicator: communicator of all ranks.
-        folder: directory of the incomplete checkpoint, which rank 0 has created.
+        directory: directory of the checkpoints.
         contribution: what this rank writes.
         state: JSON values of the checkpoint.
         keep: number of recent checkpoints to keep.
+        waits: counts the calls of all ranks.
+        all_have_written: function that returns whether, at the last update, no rank was writing.
         in_background: whether to write in a thread; otherwise the files are written in ``wait``.
-
-    Attributes:
-        is_agreed: function that returns whether, at the last update, no rank was still writing.
+        must_stop: function that returns whether this process was told to stop: it may be killed.
     """
 
     def __init__(
         self,
         communicator: Communicator,
-        folder: Path,
+        directory: Path,
         contribution: Contribution,
         state: State,
         keep: int,
         *,
-        is_agreed: Callable[[], bool],
+        waits: Waits,
+        all_have_written: Callable[[], bool],
+        must_stop: Callable[[], bool],
         in_background: bool,
     ) -> None:
-        self._communicator, self._folder, self._mine = communicator, folder, contribution
-        self._state, self._keep = state, keep
-        self._in_background, self.is_agreed = in_background, is_agreed
-        self._finish: Callable[[Callable[[], Any]], None] = self._written
-        self._stage = self._begin(self._write)
+        self.all_have_written = all_have_written
+        self.step = int(state["step"])
+        self._communicator, self._directory, self._state = communicator, directory, state
+        self._keep, self._waits, self._must_stop = keep, waits, must_stop
+        self._in_background = in_background
+        self._contribution: Contribution | None = contribution
+        self._writing: _Stage[tuple[list[Written], Mapping[str, bytes]]] | None = None
+        self._committing: _Stage[Path | None] | None = None
         self._path: Path | None = None
         self._error: HvdtrainError | None = None
+        self.is_reported = False  # that it is complete, or its error was raised
+        try:
+            begun = communicator.on_root(lambda: checkpoints.begin(directory, self.step))
+        except CheckpointError as error:
+            self._end(error)
+            return
+        self._folder = Path(os.fsdecode(communicator.broadcast_bytes(os.fsencode(str(begun)))))
+        folder = self._folder
+        self._writing = _Stage(
+            lambda: (contribution.write(folder), digests_of(contribution.replicated)),
+            in_background=in_background,
+        )
 
     @property
     def is_over(self) -> bool:
@@ -81,74 +122,93 @@ class Save:
     @property
     def is_busy(self) -> bool:
         """Whether this rank is still writing in the background."""
-        return isinstance(self._stage, Future) and not self._stage.done()
+        stage = self._committing or self._writing
+        return stage is not None and stage.is_busy
 
     def done(self) -> bool:
         """Return whether the save is over, without waiting for a disk.
 
-        Call it after an update. It is over a few updates after all ranks have written their files.
+        Call it on all ranks after an update. It is over a few updates after all ranks have written
+        their files; whether it has failed is known from ``wait``, or from the next save.
         """
-        if not self.is_over and self.is_agreed():
+        if not self.is_over and self.all_have_written():
             self._advance()
         return self.is_over
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete, and return its directory.
+        """Wait on all ranks until the checkpoint is complete, and return its directory.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write.
             HvdtrainError: on every rank, if a tensor is not finite, or the replicas differ.
         """
-        write_all = self._mine.write_all
-        if not self.is_over and write_all and self._communicator.is_root:
-            with surviving_kill(write_all):
-                self._complete()
-        else:
-            self._complete()
+        self.complete()
+        self.is_reported = True
         if self._error:
             raise self._error
         assert self._path
         return self._path
 
-    def _complete(self) -> None:
-        while not self.is_over:
-            self._advance()
+    def settle(self) -> Path | None:
+        """Wait as ``wait`` does, but report as a warning that the checkpoint was not written."""
+        try:
+            return self.wait()
+        except CheckpointError as error:
+            text = f"{error}. The training continues; the next save tries again"
+            self._communicator.on_root(lambda: log.warning("%s", text))
+            return None
 
-    def _begin(self, action: Callable[[], Any]) -> Future[Any] | Callable[[], Any]:
-        return _thread().submit(action) if self._in_background else action
-
-    def _write(self) -> tuple[list[Written], Mapping[str, bytes]]:
-        return self._mine.write(self._folder), digests_of(self._mine.replicated)
+    def complete(self) -> None:
+        """Wait as ``wait`` does; an error is raised later, by it or by the next save."""
+        write_all = self._contribution and self._contribution.write_all
+        with surviving_kill(write_all, expected=self._must_stop()) if write_all else nullcontext():
+            while not self.is_over:
+                self._advance()
 
     def _advance(self) -> None:
         """Finish a stage: exchange its results, and begin the next one."""
-        stage = self._stage
-        try:
-            self._finish(stage.result if isinstance(stage, Future) else stage)
-        except HvdtrainError as error:
-            self._error = error
-            folder = self._folder.parent
-            self._communicator.on_root(lambda: checkpoints.remove_partial(folder))
+        with self._waits.during("Save.wait"):
+            try:
+                if self._committing:
+                    self._share(self._committing)
+                else:
+                    self._agree()
+            except HvdtrainError as error:
+                directory = self._directory
+                self._communicator.on_root(lambda: checkpoints.remove_partial(directory))
+                self._end(error)
 
-    def _written(self, result: Callable[[], tuple[list[Written], Mapping[str, bytes]]]) -> None:
-        mine, digests = self._communicator.together(result, alike=not self._mine.sharded)
-        self._mine.compare(digests)
+    def _agree(self) -> None:
+        """Compare what all ranks have written, and begin to commit it on rank 0."""
+        contribution, writing = self._contribution, self._writing
+        assert contribution and writing
+        mine, digests = self._communicator.together(writing.result, alike=not contribution.sharded)
+        contribution.compare(digests)
         rows = self._communicator.gather_json(mine, list[Written])
         files = [file for row in rows for file in row]
         folder, state, keep = self._folder, self._state, self._keep
 
-        def commit() -> Path:
+        def commit() -> Path | None:
+            if not self._communicator.is_root:
+                return None
             path = checkpoints.commit(folder, files, state, keep)
             # Recorded at once: if a rank is lost now, the error message names this path.
             process_status.checkpoint = str(path)
             return path
 
-        self._finish = self._committed
-        is_root = self._communicator.is_root
-        self._stage = self._begin(commit) if is_root else lambda: None
+        in_background = self._in_background and self._communicator.is_root
+        self._committing = _Stage(commit, in_background=in_background)
 
-    def _committed(self, result: Callable[[], Path]) -> None:
-        path = self._communicator.on_root(result)
+    def _share(self, committing: _Stage[Path | None]) -> None:
+        """Send the path of the complete checkpoint to all ranks."""
+        path = self._communicator.on_root(committing.result)
         sent = self._communicator.broadcast_bytes(os.fsencode(str(path)))
         process_status.checkpoint = os.fsdecode(sent)
         self._path = Path(process_status.checkpoint)
+        self._end()
+
+    def _end(self, error: HvdtrainError | None = None) -> None:
+        """Release the memory of the state."""
+        self._error = error
+        self.is_reported = error is None
+        self._contribution = self._writing = self._committing = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
-import os
+import sys
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,12 +44,14 @@ class StateAdapter(Adapter):
     communicator: Communicator
     kinds: tuple[tuple[str, type], ...]  # name and class of the framework's models and optimizers
     whole_view: type[StateView]  # of the framework's models
+    stop_wanted = False  # whether this process was told to stop, e.g. by a signal
 
     def __init__(self) -> None:
         self._seen = 0  # samples that this rank has trained on, including those before a resume
         self.waits = Waits(0, [])  # until the world is known
         self.rank_buffers: Arrays = {}  # of a loaded checkpoint, until this rank trains on
         self._save: Save | None = None  # the newest
+        self._warns = False  # at the end of the program, if it is not complete
         self._copies: HostCopies | None = None
         self._is_short = False  # the memory of a host, for the copies
 
@@ -135,29 +138,32 @@ class StateAdapter(Adapter):
         self.check_trained(model, optimizer)
         directory = Path(directory)
         _check_saved(directory, state)
-        if self._save and not self._save.is_over:  # one at a time
+        if self._save and not self._save.is_reported:  # one at a time
             self._save.wait()
         view = self.view(model, optimizer)
         copies = None if wait else self._room_for_copies(view, optimizer)
         local = view.local_buffers()
         ranks = gather_buffers(self.data_communicator, local, self._seen) if local else {}
         self.communicator.wait_for_all()  # nothing is written if some ranks do not make this call
-        begun = self.communicator.on_root(lambda: checkpoints.begin(directory, state["step"]))
-        folder = Path(os.fsdecode(self.communicator.broadcast_bytes(os.fsencode(str(begun)))))
         state = {**state, "world_size": self.world.size}
         with self.averaged_buffers(model):
             mine = view.contribute(directory, optimizer, state, ranks, keep, copies)
             self._save = save = Save(
                 self.communicator,
-                folder,
+                directory,
                 mine,
                 state,
                 keep,
+                waits=self.waits,
+                all_have_written=lambda: not self.saving_agreed,
+                must_stop=lambda: self.stop_wanted,
                 in_background=copies is not None,
-                is_agreed=lambda: not self.saving_agreed,
             )
             if copies is None:
-                save.wait()
+                save.complete()
+            elif not self._warns:
+                self._warns = True
+                atexit.register(self._warn_unfinished)
         return save.wait() if wait else save
 
     @together
@@ -165,21 +171,24 @@ class StateAdapter(Adapter):
         """Allocate the memory for saving in the background; all ranks must call it.
 
         Otherwise the first save does, which then takes twice as long. Call it after an update, with
-        which an optimizer has all of its state.
+        which an optimizer has all of its state. It has no effect after the first call.
         """
+        in_use = self._save is not None and not self._save.is_over
+        if in_use or self._copies or self._is_short:
+            return
         view = self.view(model, optimizer)
         if copies := self._room_for_copies(view, optimizer):
-            view.contribute(Path(), optimizer, {"step": 0}, {}, 0, copies)
+            view.fill(optimizer, copies)
 
     def _room_for_copies(self, view: StateView, optimizer: Any) -> HostCopies | None:
         """Return the copies of this rank; None, on all ranks, if the memory of a host is short."""
-        if self._copies is None:
+        if self._copies is None and not self._is_short:
             needed = view.nbytes(optimizer) * self.world.local_size
             rows = self.communicator.gather_json([self.world.host, needed, available_memory()])
             short = [row for row in rows if row[1] > row[2]]
             if not short:
                 self._copies = HostCopies()
-            elif not self._is_short:
+            else:
                 host, needed, available = short[0]
                 warning = (
                     f"saving in the background needs {needed / GIB:.1f} GiB of memory on {host}, "
@@ -188,6 +197,15 @@ class StateAdapter(Adapter):
                 self.communicator.on_root(lambda: log.warning(warning))
                 self._is_short = True
         return self._copies
+
+    def _warn_unfinished(self) -> None:
+        has_failed = hasattr(sys, "last_value")
+        if self._save and not (self._save.is_reported or has_failed) and self.communicator.is_root:
+            log.warning(
+                "the checkpoint of step %s was not completed: call its wait() before the program "
+                "ends",
+                self._save.step,
+            )
 
     @property
     def is_saving(self) -> bool:

@@ -50,7 +50,8 @@ class Contribution:
     """What a rank contributes to a checkpoint.
 
     Attributes:
-        write: function that writes this rank's files into a directory; it sends no messages.
+        write: function that writes this rank's files into a directory; of copies it sends no
+            messages, otherwise all ranks must call it together.
         replicated: the state that this rank shares with others.
         compare: function that compares its digests, on all ranks together.
         sharded: whether each rank writes files; otherwise only rank 0.
@@ -65,7 +66,7 @@ class Contribution:
 
 
 class HostCopies:
-    """Copies of arrays in host memory, which is reused by the next save."""
+    """Copies of arrays in host memory, which is reused when the save before is over."""
 
     def __init__(self) -> None:
         self._copies: Arrays = {}
@@ -160,6 +161,10 @@ class StateView(ABC):
         """Return the size in bytes of what ``contribute`` copies on this rank."""
         arrays = self.export(optimizer)
         return sum(value.nbytes for value in (*arrays.model.values(), *arrays.training.values()))
+
+    def fill(self, optimizer: Any, copies: HostCopies) -> None:
+        """Allocate ``copies`` by copying what ``contribute`` does."""
+        copies.copies(self.export(optimizer))
 
     def contribute(
         self,

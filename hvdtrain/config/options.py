@@ -332,8 +332,8 @@ def _check_training(options: Options) -> None:
             "--checkpoint-dir"
         )
     if options.checkpoint_dir is None:
-        for name in ("checkpoint_every", "mtbf", "resume"):
-            if getattr(options, name) not in (None, "auto", "never"):
+        for name, default in {"checkpoint_every": None, "mtbf": None, "resume": "auto"}.items():
+            if getattr(options, name) not in (default, "never"):
                 raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
         if options.on_nan == "rollback":
             raise UsageError("--on-nan rollback needs --checkpoint-dir")

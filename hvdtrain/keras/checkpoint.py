@@ -172,6 +172,8 @@ class BackupAndRestore(ModelCallback):
         if self._done == self._saved:
             return
         self._saved = self._done
+        if self._pending:
+            self._pending.settle()
         with self.adapter.waits.during("BackupAndRestore"):
             self._pending = save(
                 self.adapter,
@@ -183,7 +185,7 @@ class BackupAndRestore(ModelCallback):
                 wait=False,
             )
         if reduction := step_sum(self.model.optimizer):
-            self._pending.is_agreed = lambda: not reduction.buckets.flags.saving
+            self._pending.all_have_written = lambda: not reduction.buckets.flags.saving
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -194,7 +196,7 @@ class BackupAndRestore(ModelCallback):
     @override
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if self._pending and self._pending.done():
-            self._pending.wait()  # raises if it has failed
+            self._pending.settle()
             self._pending = None
 
 

@@ -12,7 +12,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from hvdtrain.system.files import FULL
 
 log = logging.getLogger(__name__)
 
-PREFIX, PARTIAL = "step-", ".partial-"
+PREFIX, PARTIAL, REMOVED = "step-", ".partial-", "~"
 NAME = re.compile(PREFIX + r"([0-9]+)(?:\+([0-9]+))?")
 
 
@@ -118,7 +118,7 @@ def not_written(directory: Path, step: int, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint of step {step} cannot be written to {directory}: "
         f"{error.strerror or error}. "
-        + (f"{kept} is intact: {remedy} and run again" if kept else remedy.capitalize())
+        + (f"{kept} is intact: {remedy}" if kept else remedy.capitalize())
     )
 
 
@@ -151,12 +151,19 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove leftovers of killed saves; call it on the writing rank only."""
+    """Remove leftovers of killed saves; call it on the writing rank only.
+
+    A thread may be about to rename one to its final name: it is renamed before it is removed, so
+    that either is done, but not half of both.
+    """
     for entry in directory.glob(f"{PARTIAL}{PREFIX}*"):
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
+        removed = entry.with_name(entry.name.removesuffix(REMOVED) + REMOVED)
+        with suppress(OSError):
+            entry.rename(removed)
+            if removed.is_dir() and not removed.is_symlink():
+                shutil.rmtree(removed, ignore_errors=True)
+            else:
+                removed.unlink()
 
 
 def not_finite(tensors: Tensors, *, infinite: bool = False) -> str | None:

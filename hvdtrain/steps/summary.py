@@ -76,11 +76,13 @@ class Saves:
     stopped: float = 0.0
     """Total in which the training stood still."""
     waited: float = 0.0
-    """Of these, until the previous save was complete."""
+    """Of these, until an earlier save was complete."""
+    cost: float | None = None
+    """Mean in which a save stopped the training, without the last one, which is waited for."""
     longest: float = 0.0
     """Maximum from the call until a checkpoint was complete."""
     every: Count | None = None
-    """Updates between two saves; None: only after each epoch."""
+    """Updates between two saves."""
     lost_per_failure: float | None = None
     """Mean seconds of training that a failure undoes."""
     goodput: float | None = None

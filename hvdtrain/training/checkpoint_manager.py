@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from dataclasses import asdict, dataclass, field, replace
@@ -12,7 +11,7 @@ from typing import Any
 import msgspec
 
 from hvdtrain.adapters.save import Save
-from hvdtrain.errors import CheckpointError, TrainingError, UsageError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import checkpoint_interval
 from hvdtrain.steps.checkpoint_files import STATE_FILE, State
@@ -22,8 +21,6 @@ from hvdtrain.steps.summary import Saves, Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.training.plan import Session, weights_origin
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -54,7 +51,8 @@ class PendingSave:
 class CheckpointManager:
     """Saves a training's checkpoints and resumes from them, according to the options.
 
-    All ranks must call its methods together; only rank 0 reads and writes.
+    All ranks must call its methods together. Rank 0 reads and writes; if the state is sharded,
+    each rank does.
     """
 
     def __init__(self, session: Session) -> None:
@@ -71,9 +69,8 @@ class CheckpointManager:
         self._due: int | None = None  # step of the next save with --checkpoint-every auto
         self._every: int | None = None  # updates between saves
         self.saves = Saves()
+        self._last_saves = Saves()  # of these, those that are waited for
         self._lock: DirectoryLock | None = None  # on rank 0
-        in_background = self.options.checkpoint_dir is not None and self.options.save == "async"
-        self._must_reserve = in_background  # memory for the copies
 
     def resume(self) -> TrainState:
         """Return the progress of the newest checkpoint, according to ``--resume``, or of the start.
@@ -137,8 +134,7 @@ class CheckpointManager:
         """Release the directory; afterwards nothing can be saved."""
         lock, self._lock = self._lock, None
         if lock:
-            if self._pending:
-                checkpoints.remove_partial(lock.directory)
+            checkpoints.remove_partial(lock.directory)
             lock.release()
 
     def _check_shared(self, directory: Path) -> None:
@@ -179,11 +175,10 @@ class CheckpointManager:
             return
         if not last and self._pending and self._pending.mark == mark:
             return
-        began = time.monotonic()
         self.finish()
         if self._saved == mark:
             return
-        waited = time.monotonic() - began
+        began = time.monotonic()
         self.adapter.communicator.on_root(self._check_lock)
         means, count = self.adapter.average_metrics(now.loss_count, loss=now.loss_sum)
         state = {
@@ -206,17 +201,20 @@ class CheckpointManager:
             self._saved, self.path = mark, str(save)
         else:
             self._pending = PendingSave(save, mark, began)
-        seconds, saves = time.monotonic() - began, self.saves
-        self.saves = Saves(
-            count=saves.count + 1,
-            stopped=saves.stopped + seconds,
-            waited=saves.waited + waited,
-            longest=max(saves.longest, seconds),
-        )
+        seconds = time.monotonic() - began
+        self.saves = _with_save(self.saves, seconds)
+        if last:
+            self._last_saves = _with_save(self._last_saves, seconds)
 
     def _check_lock(self) -> None:
         if self._lock:
             self._lock.check()
+
+    @property
+    def longest(self) -> float:
+        """Maximum seconds of a save so far, the pending one included."""
+        now = time.monotonic()
+        return max(self.saves.longest, now - self._pending.began if self._pending else 0.0)
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after ``step`` updates, according to ``--checkpoint-every``."""
@@ -232,14 +230,16 @@ class CheckpointManager:
         """Choose the step of the next save on rank 0, for all ranks, which must call it."""
         if self.options.checkpoint_every == "auto" and self.saves.count and step_seconds:
             interval = checkpoint_interval.best_interval(self._cost, self._between)
+            interval = max(interval, self.saves.longest)  # only one can be written at a time
             chosen = max(1, round(interval / step_seconds))
             (self._every, *_) = self.adapter.communicator.gather_json(chosen, int)
             self._due = step + self._every
 
     @property
     def _cost(self) -> float:
-        """Mean seconds for which a save stops the training."""
-        return self.saves.stopped / self.saves.count
+        """Mean seconds for which a save stops the training; the last one, if it is the only one."""
+        last = self._last_saves if self.saves.count > self._last_saves.count else Saves()
+        return (self.saves.stopped - last.stopped) / (self.saves.count - last.count)
 
     @property
     def _between(self) -> float:
@@ -247,26 +247,31 @@ class CheckpointManager:
         hours = checkpoint_interval.hours_between_failures(self.adapter.world.hosts)
         return checkpoint_interval.HOUR * (self.options.mtbf or hours)
 
-    def figures(self, step_seconds: float | None, restart: float | None) -> Saves | None:
+    def figures(
+        self, steps_per_epoch: int, step_seconds: float | None, restart: float | None
+    ) -> Saves | None:
         """Return the saves of this run, and what failures and saves cost in the mean.
 
         Args:
+            steps_per_epoch: updates after which is saved anyway.
             step_seconds: seconds of a step; None: unknown.
             restart: seconds from the start to the first update; None: unknown.
         """
         if not self.saves.count:
             return None
-        if not (self._every and step_seconds):
-            return self.saves
+        every = min(self._every or steps_per_epoch, steps_per_epoch)
+        saves = replace(self.saves, cost=self._cost, every=every)
+        if not step_seconds:
+            return saves
         mean = checkpoint_interval.losses(
-            self._every * step_seconds,
+            every * step_seconds,
             cost=self._cost,
             latency=max(self._cost, self.saves.longest),
             restart=restart or 0.0,
             between=self._between,
         )
         lost, goodput = mean.lost_seconds, mean.goodput
-        return replace(self.saves, every=self._every, lost_per_failure=lost, goodput=goodput)
+        return replace(saves, lost_per_failure=lost, goodput=goodput)
 
     def poll(self) -> None:
         """Complete the pending save if all ranks have written it; all call it after an update.
@@ -275,8 +280,7 @@ class CheckpointManager:
             TrainingError, HvdtrainError: on every rank, as ``save``; that a checkpoint could not be
                 written is a warning.
         """
-        if self._must_reserve:
-            self._must_reserve = False
+        if self.options.checkpoint_dir and self.options.save == "async":
             self.adapter.reserve_copies(self.task.model, self.task.optimizer)
         if self._pending and self._pending.save.done():
             self.finish()
@@ -285,14 +289,17 @@ class CheckpointManager:
         """Wait for the pending save, and report if it failed; all ranks must call it."""
         if self._pending is None:
             return
+        began = time.monotonic()
         pending, self._pending = self._pending, None
-        try:
-            self.path, self._saved = str(pending.save.wait()), pending.mark
-        except CheckpointError as error:
-            warning = f"{error}. The training continues, and saves again later"
-            self.adapter.communicator.on_root(lambda: log.warning("%s", warning))
-        longest = max(self.saves.longest, time.monotonic() - pending.began)
-        self.saves = replace(self.saves, longest=longest)
+        if path := pending.save.settle():
+            self.path, self._saved = str(path), pending.mark
+        now, saves = time.monotonic(), self.saves
+        self.saves = replace(
+            saves,
+            stopped=saves.stopped + now - began,
+            waited=saves.waited + now - began,
+            longest=max(saves.longest, now - pending.began),
+        )
 
 
 def train_state(state: State) -> TrainState:
@@ -310,6 +317,12 @@ def train_state(state: State) -> TrainState:
                 f"{checkpoints.RESTART}"
             )
         ) from error
+
+
+def _with_save(saves: Saves, seconds: float) -> Saves:
+    """Return ``saves`` and one that has stopped the training for ``seconds``."""
+    longest = max(saves.longest, seconds)
+    return replace(saves, count=saves.count + 1, stopped=saves.stopped + seconds, longest=longest)
 
 
 def _mark(now: TrainState) -> tuple[Any, ...]:

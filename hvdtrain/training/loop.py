@@ -118,7 +118,7 @@ class TrainingLoop:
 
     def _train(self) -> Stopped:
         if self.options.on_nan == "rollback" and self.checkpoints.path is None:
-            self._save()  # the first rollback needs a checkpoint
+            self._save(last=True)  # complete before the first update, which may be rolled back
         last = self.plan.num_steps
         beyond = last is not None and self.now.step > last  # resumed beyond the end
         stopped = self._finished()
@@ -211,6 +211,7 @@ class TrainingLoop:
         return self.now.step % self.read_every == 0 and self.adapter.flags_agreed.stop
 
     def _watch_walltime(self) -> None:
+        self.preemption.walltime.saved(self.checkpoints.longest)
         self.preemption.watch_walltime(self.clock.longest_recent(self.read_every))
 
     def _update(self, part: Part, batch: Batch) -> None:
@@ -365,8 +366,7 @@ class TrainingLoop:
         self._read_losses()
         self.checkpoints.save(self.now, self._finished(), last=last)  # step 7
         if not last:
-            self.checkpoints.choose_next(self.now.step, self.clock.median_recent())
-        self.preemption.walltime.saved(self.checkpoints.saves.longest)
+            self.checkpoints.choose_next(self.now.step, self.clock.mean_recent())
 
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages
@@ -394,7 +394,9 @@ class TrainingLoop:
             steps_skipped=self.now.skipped or None,
             rollbacks=len(self.now.left_out) or None,
             saves=self.checkpoints.figures(
-                summary.step_seconds_median, summary.seconds_to_first_step
+                self.shards.steps_per_epoch,
+                summary.step_seconds_median,
+                summary.seconds_to_first_step,
             ),
             stopped=stopped,
             checkpoint=self.checkpoints.path,

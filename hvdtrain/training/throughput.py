@@ -137,9 +137,12 @@ class Clock:
             self.seconds[-1] += now - self._last
         self._last = now
 
-    def median_recent(self) -> float:
-        """Return the median seconds of the last hundred steps; 0: there were none."""
-        return statistics.median(self.seconds[-100:] or [0.0])
+    def mean_recent(self) -> float:
+        """Return the mean seconds of the last hundred steps after the first; 0: there were none.
+
+        If a GPU is synchronized only once in several steps, that step takes the time of all.
+        """
+        return statistics.fmean(self.seconds[1:][-100:] or [0.0])
 
     def longest_recent(self, steps: int) -> float:
         """Return the longest duration of ``steps`` steps, in seconds, by the last hundred.

@@ -11,7 +11,7 @@ from tests.conftest import LONG
 from tests.faults.run import inject
 from tests.faults.table import FAULTS
 
-SHORT = ("rank: SIGUSR2", "disk: directory removed", "user's code: no descriptors left")
+SHORT = ("disk: directory removed", "user's code: no descriptors left")
 
 
 @pytest.mark.parametrize("name", FAULTS if LONG else SHORT)

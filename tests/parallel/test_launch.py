@@ -19,7 +19,7 @@ from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import Allocation, lay_out
 from hvdtrain.commands.launch.launcher_choice import MpiLauncher
 from hvdtrain.steps import checkpoint
-from tests.conftest import BIN, Outcome, on_demand, run
+from tests.conftest import BIN, LONG, Outcome, on_demand, run
 from tests.parallel.conftest import Start, assert_gone, family, until
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
@@ -230,21 +230,30 @@ def has_torch(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_save_that_mpirun_interrupts_is_finished(tmp_path: Path, started: Start) -> None:
+@pytest.mark.parametrize("moment", ["step", *(["save"] if LONG else [])])
+def test_a_save_that_mpirun_interrupts_is_finished(
+    moment: str, tmp_path: Path, started: Start
+) -> None:
     saved, mark = tmp_path / "checkpoints", tmp_path / "mark"
     mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]
     program = ["-c", SLOW, str(mark), "save", *ENDLESS, f"--checkpoint-dir={saved}"]
+    metrics = tmp_path / "metrics"
+    if moment == "step":  # the save is only that of the stop
+        program += ["--checkpoint-every=9999", "--batch-size=1"]
+        program += ["--log-every=1", f"--metrics={metrics}"]
     process = started(*mpirun, *program)
-    until(lambda: list(saved.glob("step-*")), process)
-    mark.unlink(missing_ok=True)
-    until(mark.exists, process)
-    newest = int(mark.read_text())
+    if moment == "step":
+        until(metrics.exists, process)
+    else:
+        until(lambda: list(saved.glob("step-*")), process)
+        mark.unlink(missing_ok=True)
+        until(mark.exists, process)
     processes = family(process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert process.returncode not in (0, 75)
     assert_gone(processes)
-    until((saved / f"step-{newest:09d}").exists)
+    until(lambda: mark.exists() and (saved / f"step-{int(mark.read_text()):09d}").exists())
     assert checkpoint.load_newest(saved) is not None
 
 

@@ -123,7 +123,7 @@ class ModelSums:
     @property
     def flags(self) -> Flags:
         """The flags of all ranks at the last update: whether any rank had set it."""
-        return self.adapter.flags if self.sent is None else agreed(self.sent)
+        return Flags(stop=False, saving=True) if self.sent is None else agreed(self.sent)
 
 
 class WeightedDdp(ModelSums, DistributedDataParallel):

@@ -161,6 +161,11 @@ class ShardedView(TorchView):
         return mine + sum(x.nbytes for x in (*shared.model.values(), *shared.training.values()))
 
     @override
+    def fill(self, optimizer: Any, copies: HostCopies) -> None:
+        copies.copies(self.replicated(optimizer))
+        list(self._copied(list(self.pieces(optimizer)), copies))
+
+    @override
     def contribute(
         self,
         directory: Path,

@@ -59,10 +59,11 @@ class Buckets(GradientReduction):
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_begun")
         self._done = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_done")
-        # Sent with the buckets: this rank's flags; and their sums over all ranks.
-        none = [0.0] * len(Flags._fields)
-        self._mine = tf.Variable(none, trainable=False, name="flags")
-        self._agreed = tf.Variable(none, trainable=False, name="flags_agreed")
+        # Sent with the buckets: this rank's flags; and their sums over all ranks. A loop without
+        # `shard_data` may never set them: then a save is not over before it is waited for.
+        unknown = [float(flag) for flag in Flags(stop=False, saving=True)]
+        self._mine = tf.Variable(unknown, trainable=False, name="flags")
+        self._agreed = tf.Variable(unknown, trainable=False, name="flags_agreed")
         self.messages: dict[str, int] | None = None  # of a step: count and bytes
         self._blocked = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="blocked")
         self._watched = False

@@ -44,12 +44,12 @@ def measured_saves(path: Path) -> MeasuredSaves:
     """
     summary = Summary.read(path)
     saves = summary.saves or Saves()
-    if not saves.count or saves.stopped <= 0:
+    cost = saves.cost
+    if not cost or cost <= 0:
         raise UsageError(
             f"--saves {path}: that training saved no checkpoint; run one with --checkpoint-dir, "
             "--checkpoint-every and --summary"
         )
-    cost = saves.stopped / saves.count
     return MeasuredSaves(cost, max(cost, saves.longest), summary.seconds_to_first_step or 0.0)
 
 
@@ -71,7 +71,8 @@ def predict_failures(
 
 def _predict(saves: MeasuredSaves, ranks: int, hosts: int, host_hours: float) -> Failures:
     hours = host_hours / hosts
-    interval = best_interval(saves.cost, hours * HOUR)
+    # A save begins when the one before is complete.
+    interval = max(best_interval(saves.cost, hours * HOUR), saves.latency)
     mean = losses(
         interval,
         cost=saves.cost,

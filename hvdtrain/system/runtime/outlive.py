@@ -59,13 +59,14 @@ def impatient_parent(names: Sequence[str]) -> Path | None:
 
 
 @contextlib.contextmanager
-def surviving_kill(action: Callable[[], object]) -> Iterator[None]:
+def surviving_kill(action: Callable[[], object], *, expected: bool = False) -> Iterator[None]:
     """Let a forked copy of this process do ``action`` if mpirun kills it within the block.
 
     Open MPI's mpirun kills its ranks half a second after receiving SIGTERM, and a save may take
-    longer. The copy is forked when the signal arrives, in a new process group, unknown to mpirun,
-    but in the same session, so that a batch system can kill it. It has only this thread, so
-    ``action`` must not compute with a framework or call MPI.
+    longer. The copy is forked when the signal arrives, or at once if that is ``expected`` since it
+    has arrived before; in a new process group, unknown to mpirun, but in the same session, so that
+    a batch system can kill it. It has only this thread, so ``action`` must not compute with a
+    framework or call MPI.
     """
     if threading.current_thread() is not threading.main_thread() or not impatient_parent(NAMES):
         yield
@@ -76,11 +77,12 @@ def surviving_kill(action: Callable[[], object]) -> Iterator[None]:
     copies: list[int] = []
 
     def wait() -> None:
-        while (number := os.read(arrived, 1)) and number[0] not in (signal.SIGTERM, signal.SIGINT):
-            pass
-        if number and (copy := os.fork()):
+        stopping = expected
+        while not stopping and (number := os.read(arrived, 1)):
+            stopping = number[0] in (signal.SIGTERM, signal.SIGINT)
+        if stopping and (copy := os.fork()):
             copies.append(copy)
-        elif number:
+        elif stopping:
             _act_after(done, finish, action)
 
     # The thread is woken at once, even while the main thread waits for the disk.

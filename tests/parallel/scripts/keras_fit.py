@@ -325,6 +325,25 @@ def resumed() -> None:
     assert RANK or seen[0] == before
 
 
+def a_disk_that_fails() -> None:
+    """The training continues after a save that failed, and tries again."""
+    hindrance = DONE / "hindrance"
+    hindrance.touch()
+
+    def mend(epoch: int, logs: Any = None) -> None:
+        if epoch == 2 and RANK == 0:
+            hindrance.unlink()
+
+    model = net(RANK)
+    model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+    backup = hvd.callbacks.BackupAndRestore(hindrance / "saved")
+    mending = keras.callbacks.LambdaCallback(on_epoch_begin=mend)
+    fit(model, callbacks=[backup, mending], epochs=4)
+    if RANK == 0:
+        names = sorted(path.name for path in backup.backup_dir.iterdir())
+        assert names == ["step-000000003", "step-000000004"]
+
+
 def elastic() -> None:
     """An epoch goes on after what is done of it, in samples or, of other data, in batches."""
     some = SAMPLES - 2
@@ -447,7 +466,7 @@ WAYS = [
     local_layers,
     guard,
 ]
-WAYS += [rates, saved, resumed, elastic]
+WAYS += [rates, saved, resumed, a_disk_that_fails, elastic]
 for way in WAYS:
     if {way.__name__, "all"} & WANTED:
         way()

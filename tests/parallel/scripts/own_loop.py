@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.select import adapter
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.steps.checkpoint import load_newest
 from hvdtrain.steps.sharding import Shards
 from tests.parallel.expect import expect_error
 
@@ -301,6 +303,43 @@ def misuse(folder: Path) -> None:
         assert sorted(path.name for path in (folder / "c").glob("step-*")) == before
 
 
+class WideNet(Net):
+    """36 MB of weights and momenta: a thread does not write them within an update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [(5, 1500), (1500, 1500), (1500, 3)]
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in widths))
+        self.double()
+
+
+def saved_in_the_background(folder: Path) -> None:
+    """What is written is the state at the call, although updates go on."""
+    net = WideNet()
+    net, optimizer = hvd.distribute_optimizer(net, torch.optim.SGD(net.parameters(), 0.01, 0.9))
+    shards, save, updates = hvd.shard_data(SAMPLES, global_batch=size), None, 0
+    for part in (part for epoch in range(20) for part in shards.epoch(epoch)):
+        optimizer.zero_grad()
+        loss_of(net, x[part.indices], y[part.indices]).backward()
+        optimizer.step()
+        updates += 1
+        if updates == 2:
+            now = hvd.export_state(net, optimizer)
+            wanted = {name: value.copy() for name, value in {**now.model, **now.training}.items()}
+            save = hvd.save_checkpoint(folder, net, optimizer, state={"step": 2}, wait=False)
+        elif save and save.done():
+            break
+    assert save and updates > 3, updates
+    path = save.wait()
+    saved = load_newest(folder)
+    assert saved and saved.path == path
+    held = {**saved.model, **saved.training}
+    names = {name for row in hvd.communicator.gather_json(list(wanted)) for name in row}
+    assert held.keys() == names, held.keys() ^ names
+    for name, value in wanted.items():
+        assert np.asarray(held[name]).tobytes() == value.tobytes(), name
+
+
 def read_ahead() -> None:
     """A loader that draws from the shards itself is found at its first backward pass."""
     net = Net()
@@ -377,6 +416,7 @@ elif __name__ == "__main__":
         train(scaled)
         adversarial()
     misuse(Path(folder))
+    saved_in_the_background(Path(folder, "background"))
     if size > 1:
         read_ahead()
     if size > 1 and hvd.needs_empty_forward:

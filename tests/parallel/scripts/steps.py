@@ -11,6 +11,7 @@ import numpy as np
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.preflight import check_devices
 from hvdtrain.adapters.select import adapter
+from hvdtrain.steps.checkpoint import load_newest
 from hvdtrain.steps.integrity import Device
 from tests.parallel.expect import expect_error
 
@@ -97,6 +98,8 @@ def tensorflow(hvd: CommonAdapter) -> None:
         seen += 1
     assert seen == 2
 
+    saved_in_the_background(hvd, Path(sys.argv[2], "background"))
+
     # model.fit averages too: every rank sees other targets, the weight moves by their mean.
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     keras.utils.set_random_seed(rank)
@@ -109,6 +112,37 @@ def tensorflow(hvd: CommonAdapter) -> None:
     model.fit(np.ones((2, 1)), np.full((2, 1), float(rank)), batch_size=2, verbose=0)
     target = (size - 1) / 2
     assert abs(float(model.get_weights()[0][0, 0]) - (start - 0.5 * 2 * (start - target))) < 1e-5
+
+
+def saved_in_the_background(hvd: CommonAdapter, folder: Path) -> None:
+    """What is written is the state at the call, although updates go on."""
+    import keras
+    import tensorflow as tf
+
+    width, size = 1500, hvd.world.size
+    model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width)])
+    hvd.broadcast_state(model)
+    model, optimizer = hvd.distribute_optimizer(model, keras.optimizers.SGD(0.01, momentum=0.9))
+    optimizer.build(model.trainable_variables)
+    shards, save, updates = hvd.shard_data(2 * size, global_batch=size), None, 0
+    for part in (part for epoch in range(100) for part in shards.epoch(epoch)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(tf.ones((len(part.indices), width))))
+        gradients = tape.gradient(loss, model.trainable_weights)
+        optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+        updates += 1
+        if updates == 2:
+            now = hvd.export_state(model, optimizer)
+            wanted = {**now.model, **now.training}
+            save = hvd.save_checkpoint(folder, model, optimizer, state={"step": 2}, wait=False)
+        elif save and save.done():
+            break
+    assert save and updates > 3, updates
+    path = save.wait()
+    saved = load_newest(folder)
+    assert saved and saved.path == path
+    for name, value in {**saved.model, **saved.training}.items():
+        assert np.asarray(value).tobytes() == wanted[name].tobytes(), name
 
 
 def shards_of(samples: int, batch: int) -> Any:

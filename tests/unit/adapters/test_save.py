@@ -189,4 +189,73 @@ def test_the_thread_gives_way_to_the_training() -> None:
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    assert saves._thread().submit(niceness).result() == min(19, niceness() + saves.NICE)
+    stage = saves._Stage(niceness, in_background=True)
+    assert stage.result() == min(19, niceness() + saves.NICE)
+    assert saves._Stage(niceness, in_background=False).result() == niceness()
+
+
+def test_the_next_save_raises_an_error_that_nobody_has_seen(
+    on_ranks: Any, tmp_path: Path, gate: threading.Event
+) -> None:
+    """Once: the save after it is made."""
+    ready = threading.Barrier(2)
+
+    def act(communicator: Communicator) -> Any:
+        adapter, model, save = begun(communicator, tmp_path)
+        if communicator.is_root:
+            checkpoints.remove_partial(tmp_path)
+        ready.wait()
+        gate.set()
+        while not save.done():
+            adapter.sums.update()
+        with pytest.raises(CheckpointError, match="step 1 cannot be written"):
+            adapter.save_checkpoint(tmp_path, model, {}, state={"step": 2})
+        return adapter.save_checkpoint(tmp_path, model, {}, state={"step": 3}).name
+
+    assert on_ranks(2, act) == ["step-000000003"] * 2
+
+
+def test_a_save_that_cannot_begin_fails_when_it_is_waited_for(
+    on_ranks: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+
+    def act(communicator: Communicator) -> bool:
+        _, _, save = begun(communicator, tmp_path / "file")
+        over = save.is_over
+        with pytest.raises(CheckpointError, match="step 1 cannot be written"):
+            save.wait()
+        return over
+
+    assert on_ranks(2, act) == [True, True]
+
+
+def test_ranks_that_have_summed_nothing_do_not_wait_for_different_disks(
+    on_ranks: Any, tmp_path: Path, gate: threading.Event
+) -> None:
+    def act(communicator: Communicator) -> Any:
+        adapter, model = ArrayAdapter(communicator), model_of(0)
+        adapter.samples_seen = 1
+        save = adapter.save_checkpoint(tmp_path, model, {}, state={"step": 1}, wait=False)
+        unfinished = save.done()
+        gate.set()
+        return unfinished, save.wait().name
+
+    assert on_ranks(2, act) == [(False, "step-000000001")] * 2
+
+
+def test_no_memory_is_reserved_while_a_save_is_written(
+    on_ranks: Any, tmp_path: Path, gate: threading.Event
+) -> None:
+    """Otherwise it would be written with the values of a later step."""
+
+    def act(communicator: Communicator) -> Any:
+        adapter, model, save = begun(communicator, tmp_path)
+        model["weights"]["w"] += 100.0
+        adapter.reserve_copies(model, {"m": np.array([5.0])})
+        gate.set()
+        return save.wait()
+
+    on_ranks(2, act)
+    saved = checkpoints.load_newest(tmp_path)
+    assert saved is not None and np.asarray(saved.model["w"]).tolist() == [1.0, 2.0]

@@ -165,6 +165,7 @@ def test_a_wrong_command_line_is_reported(line: list[str], words: list[str]) -> 
         ),
         (["--benchmark=training", "--evaluate-only"], ["--benchmark training", "--evaluate-only"]),
         (["--checkpoint-every=5"], ["--checkpoint-every", "--checkpoint-dir"]),
+        (["--checkpoint-every=auto"], ["--checkpoint-every", "--checkpoint-dir"]),
         (["--resume=must"], ["--resume", "--checkpoint-dir"]),
         (["--timeline-steps=3:9"], ["--timeline-steps needs --timeline FILE"]),
         (["--sync-batchnorm", "--accumulate-steps=2"], ["--sync-batchnorm", "give one"]),

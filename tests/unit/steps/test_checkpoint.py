@@ -339,6 +339,25 @@ def test_leftovers_of_killed_saves_are_removed(two: Path, tmp_path: Path) -> Non
     assert precious.read_text() == "mine"
 
 
+def test_what_is_removed_is_not_completed_meanwhile(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that commits would otherwise complete a checkpoint without some of its files."""
+    partial, final = two / ".partial-step-000000007", two / "step-000000007"
+    shutil.copytree(two / "step-000000002", partial)
+    remove, raced = shutil.rmtree, []
+
+    def race(folder: Path, **options: bool) -> None:
+        with pytest.raises(FileNotFoundError):
+            partial.rename(final)
+        raced.append(folder)
+        remove(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", race)
+    checkpoints.remove_partial(two)
+    assert raced and not final.exists() and not list(two.glob(".*"))
+
+
 class Killed(BaseException):
     """The process ends here, without any handler."""
 

@@ -352,7 +352,7 @@ def saves_summary(tmp_path: Path, **saves: float) -> str:
 def test_what_failures_cost_on_more_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saves = saves_summary(tmp_path, count=4, stopped=8.0, waited=0.0, longest=30.0)
+    saves = saves_summary(tmp_path, count=4, stopped=9.0, cost=2.0, longest=30.0)
     words = ["scaling", "--from", table(tmp_path), "--saves", saves, "--ppn", "4", "--json"]
     assert cli.main(words) == 0
     rows = json.loads(capsys.readouterr().out)["failures"]
@@ -371,13 +371,23 @@ def test_what_failures_cost_on_more_ranks(
 
 
 def test_failures_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saves = saves_summary(tmp_path, count=1, stopped=2.0, waited=0.0, longest=2.0)
+    saves = saves_summary(tmp_path, count=1, stopped=2.0, cost=2.0, longest=2.0)
     words = ["scaling", "--from", table(tmp_path), "--saves", saves]
     assert cli.main([*words, "--predict", "16", "--host-mtbf", "16"]) == 0
     text = capsys.readouterr().out
     assert "mean time between failures of 16 hours per host" in " ".join(text.split())
     # On one host with 8 ranks: 8 h between failures of two hosts.
     assert text.splitlines()[-1].split() == ["16", "2", "8.00", "5.63", "2.82", "98.62", "%"]
+
+
+def test_a_save_begins_when_the_one_before_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saves = saves_summary(tmp_path, count=4, stopped=1.0, cost=0.02, longest=60.0)
+    words = ["scaling", "--from", table(tmp_path), "--saves", saves, "--json"]
+    assert cli.main([*words, "--predict", "4096"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["failures"]
+    assert row["interval_seconds"] == 60.0  # not the 42 s of Daly
 
 
 @pytest.mark.parametrize("content", ["{}", '{"saves": {"count": 0}}', '{"saves": null}'])
