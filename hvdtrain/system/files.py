@@ -13,6 +13,7 @@ import logging
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -70,6 +71,28 @@ def is_own_folder(folder: Path) -> bool:
         folder.mkdir(parents=True)
     status = folder.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def claim_folder(folder: Path, name: str = "") -> None:
+    """Create ``folder``, for files with predictable names, or check that it is this user's.
+
+    Raises:
+        UsageError: it belongs to another user, or is a link; the message begins with ``name``.
+        OSError: it cannot be created.
+    """
+    if not (is_own_folder(folder) or _owns_new_files(folder)):
+        raise UsageError(
+            f"{name}{folder} is not a directory of yours: remove it, or use another directory"
+        )
+
+
+def _owns_new_files(folder: Path) -> bool:
+    """Return whether new files get the owner of ``folder``, as where NFS maps users to nobody."""
+    status = folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and os.access(folder, os.W_OK):
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_uid == status.st_uid
+    return False
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from pathlib import Path
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.tensor_file import file_digest
-from hvdtrain.system.files import FULL, is_own_folder, lock
+from hvdtrain.system.files import FULL, claim_folder, lock
 from hvdtrain.system.output.text import duration, plural, printable, size
 from hvdtrain.system.runtime import terminal
 from hvdtrain.workloads.data.packed import INDEX, Pack, Shard, is_packed
@@ -106,11 +106,7 @@ class Copy:
 
     def _run(self) -> None:
         try:
-            if not is_own_folder(self.folder):
-                raise UsageError(
-                    f"--stage {self.directory}: {self.folder} is not a directory of yours: use "
-                    "another directory"
-                )
+            claim_folder(self.folder, f"--stage {self.directory}: ")
             with lock(self.folder / "lock", "copies data to this folder"):
                 self._copy()
         except HvdtrainError as error:

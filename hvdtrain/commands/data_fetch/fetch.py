@@ -24,7 +24,7 @@ from pathlib import Path
 
 from hvdtrain.commands.data_fetch.catalogue import DataSet, Remote
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.system.files import check_folder, lock, resumable
+from hvdtrain.system.files import check_folder, claim_folder, lock, resumable
 from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
@@ -99,7 +99,8 @@ class Fetch:
         """
         check_folder(self.folder, f"--to {self.folder}")
         with resumable(self.folder):
-            self._work.mkdir(parents=True, exist_ok=True)
+            for folder in (self._work.parent, self._work):
+                claim_folder(folder)
             with lock(self._work.parent / "lock", "fetches into this folder"), Display() as display:
                 for remote in self.data_set.remotes:
                     self._clear(remote, everything=self._is_installed(remote))

@@ -38,7 +38,7 @@ from hvdtrain.commands.pack.source import (
 )
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.tensor_file import file_digest
-from hvdtrain.system.files import check_folder, lock, resumable
+from hvdtrain.system.files import check_folder, claim_folder, lock, resumable
 from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
@@ -104,7 +104,7 @@ class Packing:
                     "or arrays would not match"
                 )
             with resumable(self.out):
-                self._work.mkdir(parents=True, exist_ok=True)
+                claim_folder(self._work)
                 with lock(self._work / "lock", "packs into this directory"):
                     return self._pack(source, pool, display)
 

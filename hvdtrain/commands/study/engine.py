@@ -23,6 +23,7 @@ from hvdtrain.config.declare import option
 from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import EXIT_USAGE, UsageError
 from hvdtrain.steps.summary import Summary
+from hvdtrain.system.files import claim_folder
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import physical_cores, processor
 from hvdtrain.system.machine.threads import equal_threads
@@ -208,9 +209,10 @@ def measure(command: Command, stem: Path, timeout: float | None, label: str) -> 
         label: name of the run in the status line, which also shows the last line of output.
 
     Raises:
-        UsageError: the folder cannot be created.
+        UsageError: the folder cannot be created, or is not this user's.
     """
     make_folder(stem.parent)
+    claim_folder(stem.parent, "--out: ")
     for suffix in (SUMMARY, CURVES, LOG):  # of an interrupted run
         file_path(stem, suffix).unlink(missing_ok=True)
 

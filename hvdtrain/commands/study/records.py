@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ import msgspec
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
+from hvdtrain.system.files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ def read(path: Path, parse: Callable[[Any], Record], kind: str) -> list[Record]:
         UsageError: it cannot be read, or another line is invalid.
     """
     try:
-        lines = path.read_text().splitlines(keepends=True)
+        lines = read_regular(path).decode().splitlines(keepends=True)
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
@@ -73,8 +75,18 @@ def read(path: Path, parse: Callable[[Any], Record], kind: str) -> list[Record]:
 
 
 def append(path: Path, content: Mapping[str, Any], parse: Callable[[Any], object]) -> None:
-    """Append a line; an incomplete last line, as after a crash, is replaced."""
-    with path.open("a+b") as file:
+    """Append a line; an incomplete last line, as after a crash, is replaced.
+
+    Raises:
+        UsageError: the file cannot be opened, or is a link, which others may have put there.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written ({error.strerror}): remove it, or use another directory"
+        ) from error
+    with os.fdopen(handle, "a+b") as file:
         file.seek(0)
         lines = file.read().splitlines(keepends=True)
         line = json.dumps(content).encode() + b"\n"

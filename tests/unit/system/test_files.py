@@ -21,6 +21,7 @@ from hvdtrain.steps.summary import Summary
 from hvdtrain.system.files import (
     Output,
     check_writable,
+    claim_folder,
     is_own_folder,
     read_regular,
     replacing,
@@ -85,6 +86,17 @@ def test_a_folder_that_another_user_may_have_made_is_not_ours(tmp_path: Path) ->
     if os.geteuid() == 0:
         os.chown(ours, 65534, 65534)
         assert not is_own_folder(ours)
+        with pytest.raises(UsageError, match="ours is not a directory of yours"):
+            claim_folder(ours)
+
+
+def test_a_file_system_that_changes_the_owner_of_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1 + tmp_path.stat().st_uid)  # as seen by the user
+    claim_folder(tmp_path / "new")
+    claim_folder(tmp_path / "new")
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:

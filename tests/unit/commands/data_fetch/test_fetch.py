@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -356,6 +357,18 @@ def test_existing_files_are_not_overwritten(owner: str, server: Server, tmp_path
         Fetch(data_set, tmp_path, server.url).run()
     assert files_below(tmp_path) == {"a.gz": NOISE[::-1]}
     assert bool(server.requests) == (owner == "meanwhile")
+
+
+@pytest.mark.parametrize("link", [".data-fetch", ".data-fetch/mnist"])
+def test_a_link_in_a_shared_folder_is_not_followed(
+    link: str, one_file: Callable[[], Fetch], tmp_path: Path
+) -> None:
+    with tempfile.TemporaryDirectory() as elsewhere:
+        (tmp_path / link).parent.mkdir(exist_ok=True)
+        (tmp_path / link).symlink_to(elsewhere)
+        with pytest.raises(UsageError, match=f"{link} is not a directory of yours"):
+            one_file().run()
+        assert not list(Path(elsewhere).iterdir())
 
 
 def test_too_little_space_or_no_directory_is_rejected(tmp_path: Path) -> None:

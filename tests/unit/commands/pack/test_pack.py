@@ -345,6 +345,15 @@ def test_unsuitable_directories_are_rejected(
     assert "pipe.jpg is not a regular file" in capsys.readouterr().err
 
 
+def test_a_link_in_a_shared_directory_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / WORK).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=f"{WORK} is not a directory of yours"):
+        packed(folder, tmp_path / "out")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_a_lack_of_space_is_reported(
     folder: Path,
     tmp_path: Path,

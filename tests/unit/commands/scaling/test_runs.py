@@ -173,6 +173,14 @@ def test_an_incomplete_line_is_replaced(cut: int, tmp_path_factory: Any) -> None
     assert read_lines(file) == [run(1), run(4)]
 
 
+def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").touch()
+    (tmp_path / "results.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"results\.jsonl cannot be written .*: remove it"):
+        append_line(tmp_path / "results.jsonl", run(1))
+    assert not (tmp_path / "elsewhere").read_bytes()
+
+
 def test_the_table_is_read_back(tmp_path: Path) -> None:
     file, runs = tmp_path / "results.csv", [run(2, rate=190.5, machine="m, 2 cores"), run(1)]
     file.write_text(table_text(runs))

@@ -148,6 +148,15 @@ def test_a_run_needs_a_throughput(
     assert outcome == RAN or "the command must accept --summary FILE" in outcome.reason
 
 
+def test_a_run_does_not_follow_a_link_to_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a-1.log").write_text("kept")
+    (tmp_path / "runs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"--out: .*runs is not a directory of yours"):
+        measure(Command(("true",)), tmp_path / "runs" / "a-1", None, "a")
+    assert (tmp_path / "runs" / "a-1.log").read_text() == "kept"
+
+
 @pytest.mark.parametrize(
     ("code", "output", "shown"),
     [
