@@ -12,7 +12,6 @@ import fcntl
 import logging
 import os
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 
 log = logging.getLogger(__name__)
 
+MOST_READ = 2**28  # bytes: far more than tables, records and states of trainings have
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that are solved by freeing space
 
 
@@ -139,7 +139,7 @@ def lock(path: Path, activity: str) -> Iterator[None]:
         yield
 
 
-def read_regular(path: Path, most: int = sys.maxsize - 1) -> bytes:
+def read_regular(path: Path, most: int = MOST_READ) -> bytes:
     """Read a whole file; unlike plain ``open``, never wait for a pipe or read a device.
 
     Raises:

@@ -26,9 +26,9 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.steps.checkpoint import PREFIX
 from hvdtrain.steps.checkpoint_files import STATE_FILE
 from hvdtrain.steps.summary import MOST, Summary, typed
-from hvdtrain.system.files import is_regular
+from hvdtrain.system.files import is_regular, read_regular
 
-PICTURES, FEW = "pictures", 24  # name of their folder, and maximum number shown
+PICTURES, FEW, LARGEST = "pictures", 24, 2**24  # their folder; most that are shown; most bytes
 DEEPEST = 3  # maximum depth of subdirectories
 SUMMARY_KEYS = {"workload", "world_size", "steps_completed", "images_per_second_mean"}
 
@@ -98,14 +98,17 @@ def look(folder: Path) -> DirectoryResults:
     contents = DirectoryResults(folder)
     for path in _files(folder):
         relative = path.relative_to(folder)
-        if path.parent.name == PICTURES and path.suffix == ".jpg" and path.is_file():
-            contents.pictures = [*contents.pictures, relative][:FEW]
-        if not path.name.endswith((".json", ".jsonl", ".json.gz")):
+        is_picture = path.parent.name == PICTURES and path.suffix == ".jpg"
+        if not (is_picture or path.name.endswith((".json", ".jsonl", ".json.gz"))):
             continue
         try:
             if not is_regular(path):
                 raise OSError("not a regular file")  # reading a pipe would block
-            if path.name == STATE_FILE and path.parent.name.startswith(PREFIX):
+            if is_picture:
+                if path.stat().st_size > LARGEST:
+                    raise OSError(f"more than {LARGEST:,} bytes")
+                contents.pictures = [*contents.pictures, relative][:FEW]
+            elif path.name == STATE_FILE and path.parent.name.startswith(PREFIX):
                 contents.checkpoints[relative.parent] = _checkpoint(path)
             elif path.suffix == ".jsonl" and path.name != LINES:
                 curves = read_curves(path, relative)
@@ -132,7 +135,9 @@ def look(folder: Path) -> DirectoryResults:
 
 def _reason(error: Exception) -> str:
     """Return the message of an error for users, or a description of another error."""
-    return str(error) if isinstance(error, READABLE) else f"unexpected format ({error!r})"
+    if isinstance(error, READABLE):
+        return getattr(error, "strerror", None) or str(error)
+    return f"unexpected format ({error!r})"
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -179,7 +184,7 @@ def _checkpoint(path: Path) -> CheckpointSummary:
     Raises:
         ValueError: the file is not a checkpoint state.
     """
-    content = json.loads(path.read_bytes())
+    content = json.loads(read_regular(path))
     if not isinstance(content, dict):
         raise ValueError("not a checkpoint state: not a JSON object")
     state = typed(_State, content)

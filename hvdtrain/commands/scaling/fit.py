@@ -27,6 +27,7 @@ from hvdtrain.commands.scaling.cost_model import LAWS, Candidate, Costs, Fit, Tr
 from hvdtrain.commands.study.records import INVALID
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, STRATEGIES
 from hvdtrain.errors import UsageError
+from hvdtrain.system.files import read_regular
 
 SAMPLES = 100
 SEED = 20250601  # the same points give the same answer
@@ -220,7 +221,7 @@ def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[Allredu
     libraries = STRATEGIES.get(strategy or DEFAULT.name, ONE_PROCESS).gradient_libraries
     for path in paths:
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(read_regular(path))
             times = content.get("allreduce", content)
             ranks = int(times["ranks"])
             tables = {name: backend.get("rows") for name, backend in times["backends"].items()}

@@ -26,6 +26,7 @@ from hvdtrain.commands.study.curves import Evaluation, evaluations, read_curves
 from hvdtrain.commands.study.engine import CURVES, RecordedSetting
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Stopped, Summary
+from hvdtrain.system.files import read_regular
 
 LINES, TABLE = "results.jsonl", "results.csv"  # all runs, and their table
 OUT = Path("scaling")  # default directory
@@ -154,7 +155,7 @@ def read_table(path: Path) -> list[MeasuredRun]:
         UsageError: it cannot be read, a column is missing, or a value is not a number.
     """
     try:
-        reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
+        reader = csv.DictReader(read_regular(path).decode("utf-8-sig").splitlines())
         rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"--from {path} cannot be read: {error}") from error

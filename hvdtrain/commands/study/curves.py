@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import typed
+from hvdtrain.system.files import read_regular
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.tables import message, table
 from hvdtrain.system.output.text import duration, plural
@@ -103,7 +104,7 @@ def read_curves(path: Path, shown: Path | None = None) -> TrainingCurves | None:
             be incomplete.
     """
     kinds: dict[str, dict[int, Record]] = {"step": {}, "epoch": {}}
-    lines, wrong = path.read_text().splitlines(), ""
+    lines, wrong = read_regular(path).decode().splitlines(), ""
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)

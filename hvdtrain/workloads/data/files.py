@@ -21,6 +21,7 @@ from hvdtrain.system.files import is_regular, read_regular
 from hvdtrain.workloads.data.packed import Pack, is_packed, key, suffix
 
 ENDINGS = (".jpg", ".jpeg", ".png")
+MOST_ANNOTATIONS = 2**32  # bytes; those of COCO have 448 MB
 
 
 class Names(Sequence[str]):
@@ -237,7 +238,7 @@ def read_file(directory: Path, name: str) -> bytes:
             raise UsageError(f"--data {directory}: there is no {name} in this packed data")
         return pack.read(pack.contents.files[name])
     try:
-        return read_regular(directory / name)
+        return read_regular(directory / name, MOST_ANNOTATIONS)
     except OSError as error:
         raise UsageError(f"{directory / name} cannot be read: {error.strerror}") from error
 

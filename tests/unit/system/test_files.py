@@ -19,6 +19,7 @@ from hvdtrain.steps.checkpoint import save
 from hvdtrain.steps.checkpoint_files import Checkpoint
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.files import (
+    MOST_READ,
     Output,
     check_writable,
     claim_folder,
@@ -225,3 +226,11 @@ def test_a_directory_without_permission_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UsageError, match="--summary"):
         check_writable(tmp_path / "s.json", "--summary")
+
+
+def test_a_file_with_more_bytes_than_memory_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge"
+    path.touch()
+    os.truncate(path, MOST_READ + 1)
+    with pytest.raises(OSError, match="more than 268,435,456 bytes"):
+        read_regular(path)

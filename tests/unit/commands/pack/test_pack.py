@@ -308,6 +308,15 @@ def test_a_newer_version_is_rejected(folder: Path, tmp_path: Path) -> None:
         load(tmp_path / "out")
 
 
+def test_a_header_larger_than_any_is_not_read(folder: Path, tmp_path: Path) -> None:
+    packed(folder, tmp_path / "out")
+    index = tmp_path / "out" / INDEX
+    index.write_bytes((2**28 + 1).to_bytes(8, "little") + index.read_bytes()[8:])
+    os.truncate(index, 2**29)
+    with pytest.raises(UsageError, match=r"damaged .*a header of 268,435,457 bytes"):
+        load(tmp_path / "out")
+
+
 def refused(folder: Path, out: Path, *words: str, code: int = 2) -> None:
     assert cli.main(["pack", str(folder), str(out), *words]) == code
 

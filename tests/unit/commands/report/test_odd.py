@@ -6,6 +6,7 @@ A report leaves them out, each with the cause that the verb of the study gives a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
+from hvdtrain.system.files import MOST_READ
 from tests.studies import DDP, WORDS, summary, trial
 
 
@@ -125,6 +127,18 @@ def test_what_was_left_out_is_on_the_page(tmp_path: Path) -> None:
         write(tmp_path, name, content)
     page = render(look(tmp_path))
     assert all(f"<li>{name}: " in page for name, _, _ in ODD)
+
+
+def test_what_is_too_large_is_left_out(tmp_path: Path) -> None:
+    large = ("big.jsonl", "compare.jsonl", "pictures/big.jpg", "results.jsonl", STATE)
+    write(tmp_path, "good.json", result())
+    for name in large:
+        write(tmp_path, name, "")
+        os.truncate(tmp_path / name, MOST_READ + 1)
+    contents = look(tmp_path)
+    notes = [note for note in contents.notes if "more than " in note]
+    assert all(any(name in note for note in notes) for name in large)
+    render(contents)  # without the picture
 
 
 @pytest.mark.parametrize("value", [None, 0, 3, 0.5, float("nan"), float("inf")])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.commands.scaling.fit import read_reductions
 from hvdtrain.commands.scaling.runs import (
     MeasuredRun,
     append_line,
@@ -22,6 +25,7 @@ from hvdtrain.commands.scaling.runs import (
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
+from hvdtrain.system.files import MOST_READ
 from tests.studies import WORDS, run
 
 TUNED = {"HOROVOD_FUSION_THRESHOLD": "0", "OMP_NUM_THREADS": "2"}
@@ -217,3 +221,14 @@ def test_invalid_tables_are_reported(text: str, message: str, tmp_path: Path) ->
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
         read_table(file)
+
+
+@pytest.mark.parametrize(
+    "read", [read_table, read_lines, lambda file: read_reductions([file], None)]
+)
+def test_a_file_that_is_too_large_is_refused(read: Callable[[Path], Any], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    os.truncate(file, MOST_READ + 1)
+    with pytest.raises(UsageError, match=f"{file}.*more than 268,435,456 bytes"):
+        read(file)

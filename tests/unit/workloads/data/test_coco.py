@@ -198,8 +198,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     assert "instances_train2017.json is not in COCO's form" in message
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_not_waited_for_and_a_huge_file_not_read(tmp_path: Path) -> None:
     file = write(tmp_path, content()) / "annotations" / "instances_train2017.json"
+    os.truncate(file, 2**32 + 1)
+    assert f"{file} cannot be read: more than 4,294,967,296 bytes" in refusal(tmp_path)
     file.unlink()
     os.mkfifo(file)
     assert f"{file} cannot be read" in refusal(tmp_path)
