@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from packaging.version import Version
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter, RankHooks
@@ -308,12 +309,20 @@ def load_model(
     The file contains a plain optimizer: ``keras.models.load_model`` loads it undistributed.
 
     Raises:
-        UsageError: ``legacy_opts``, which Keras 3 does not have; the model has no optimizer.
+        UsageError: ``legacy_opts``, which Keras 3 does not have; the model has no optimizer; this
+            Keras may execute code in the file.
     """
     if legacy_opts:
         raise UsageError("load_model: Keras 3 has no legacy optimizers; omit legacy_opts")
+    if Version(keras.__version__) < Version("3.11.3"):
+        raise UsageError(
+            f"load_model {filepath}: Keras {keras.__version__} may execute code in it "
+            "(CVE-2025-1550, CVE-2025-9905): pip install 'keras>=3.11.3'"
+        )
     classes = {kind.__name__: kind for kind in custom_optimizers or ()}
-    model = keras.models.load_model(filepath, custom_objects={**classes, **(custom_objects or {})})
+    model = keras.models.load_model(
+        filepath, custom_objects={**classes, **(custom_objects or {})}, safe_mode=True
+    )
     if getattr(model, "optimizer", None) is None:
         raise UsageError(f"load_model: {filepath} was saved without an optimizer; compile it first")
     DistributedOptimizer(model.optimizer, compression=compression, process_set=process_set)

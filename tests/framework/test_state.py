@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,3 +94,18 @@ def test_each_adapter_can_be_created(framework: str, strategy: str) -> None:
     assert selected.name == strategy
     file = strategy.replace("-", "_")
     assert type(selected).__module__ == f"hvdtrain.adapters.{framework}.{file}"
+
+
+@pytest.mark.parametrize("version", ["3.8.0", "3.11.2"])
+def test_a_keras_that_may_execute_a_model_does_not_load_it(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keras = pytest.importorskip("keras")
+    import hvdtrain.keras as hvd
+
+    model, optimizer = tensorflow(2)
+    model.compile(optimizer, "mse")
+    model.save(tmp_path / "model.keras")
+    monkeypatch.setattr(keras, "__version__", version)
+    with pytest.raises(UsageError, match=f"Keras {version} may execute code in it .*3.11.3"):
+        hvd.load_model(tmp_path / "model.keras")

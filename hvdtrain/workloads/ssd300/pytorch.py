@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 from torch import nn
 
@@ -101,9 +102,15 @@ def load_backbone(model: SSD300, path: Path) -> None:
     does not use, conv5 and the classifier, are ignored.
 
     Raises:
-        UsageError: the file cannot be read, lacks a weight, or has one of another shape.
+        UsageError: the file cannot be read, lacks a weight, or has one of another shape; this torch
+            may execute code in it.
     """
     option = f"--backbone-path {path}"
+    if path.suffix != ".safetensors" and Version(torch.__version__) < Version("2.10"):
+        raise UsageError(
+            f"{option}: torch {torch.__version__} may execute code in a state dictionary "
+            "(CVE-2025-32434, CVE-2026-24747): use a safetensors file, or torch 2.10 or newer"
+        )
     try:
         if not is_regular(path):  # opening a pipe would block forever
             raise OSError("no regular file")
