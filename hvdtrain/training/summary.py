@@ -19,6 +19,7 @@ from hvdtrain.system.machine.frameworks import versions
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import physical_cores, processor
 from hvdtrain.system.output.text import percent, plural
+from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.tasks.metrics import Metric
 from hvdtrain.training.plan import Session
@@ -129,7 +130,10 @@ def environment(world: World) -> dict[str, object]:
         "ranks_on_this_host": world.local_size,
         "launcher": detect(os.environ).launcher,
         "variables": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(VARIABLES)
+            and name != elastic.ADDRESS  # it contains the job's secret
         },
         "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

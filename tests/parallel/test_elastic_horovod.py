@@ -133,7 +133,11 @@ def test_a_rank_that_is_killed(number: int, tmp_path: Path) -> None:
 
 
 ANSWERS = """
-import os, time
+import json, os, pathlib, sys, time
+from hvdtrain.steps.world import World
+from hvdtrain.training.summary import environment
+summary = environment(World(0, 1, 0, 1, "a", 1))
+pathlib.Path(sys.argv[1], "summary.json").write_text(json.dumps(summary))
 print("driver", os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HVDTRAIN_SLOT"], flush=True)
 time.sleep(100)
 """
@@ -150,7 +154,7 @@ class Bomb:
 
 
 def test_the_driver_answers_only_ranks_of_the_job(tmp_path: Path) -> None:
-    words = ("--min=1", "--max=1", "--", sys.executable, "-c", ANSWERS)
+    words = ("--min=1", "--max=1", "--", sys.executable, "-c", ANSWERS, str(tmp_path))
     with Job(tmp_path, ANSWERS, *words) as job:
         lines = iter(job.process.stdout or ())
         _, address, slot = next(line.split() for line in lines if line.startswith("driver "))
@@ -172,7 +176,9 @@ def test_the_driver_answers_only_ranks_of_the_job(tmp_path: Path) -> None:
         bomb = base64.b64encode(pickle.dumps(Bomb(tmp_path / "executed")))
         assert request(f"/{secret}/worker_addresses/{slot}", "PUT", bomb) == HTTPStatus.OK
         assert not (tmp_path / "executed").exists()
-        # No process shows the secret to other users, and no other interface has the port.
+        # No process or file shows the secret to other users, and no other interface has the port.
+        files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+        assert files and secret not in "".join(files)
         shown = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
         assert any(ANSWERS in line for line in shown) and secret not in "".join(shown)
         ports = psutil.Process(job.process.pid).net_connections()

@@ -12,8 +12,16 @@ import pytest
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.summary import Bubble, Stopped, Summary
+from hvdtrain.steps.world import World
 from hvdtrain.system.machine.gpus import GpuMeter
-from hvdtrain.training.summary import evaluation_rows, rows, with_evaluation, with_usage
+from hvdtrain.system.runtime import elastic
+from hvdtrain.training.summary import (
+    environment,
+    evaluation_rows,
+    rows,
+    with_evaluation,
+    with_usage,
+)
 from hvdtrain.training.throughput import Clock
 from tests.unit.conftest import OnRanks
 
@@ -83,6 +91,16 @@ def test_the_table_of_a_run_that_trained_nothing() -> None:
         ("seconds", "2.0"),
         ("predictions", "p.csv"),
     ]
+
+
+def test_the_secret_of_an_elastic_job_is_not_in_the_summary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(elastic.ADDRESS, "10.0.0.1:4000/secret")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "0.1")
+    world = World(rank=0, size=1, local_rank=0, local_size=1, host="a", hosts=1)
+    assert "'HOROVOD_CYCLE_TIME': '0.1'" in str(environment(world))
+    assert "secret" not in str(environment(world))
 
 
 class Ranked:
