@@ -222,7 +222,9 @@ class Pool:
                 output = " ".join(done.output.split())[-200:]
                 raise HvdtrainError(f"{self.source} ended with code {done.exit_code}: {output}")
             hosts = parse_lines(done.output.splitlines(), self.source)
-        return tuple(Host(host.name, self.ppn or host.slots) for host in hosts)
+        # Spare slots replace those of lost ranks; a file may specify more than fit in memory.
+        most = 2 * self.most
+        return tuple(Host(host.name, min(self.ppn or host.slots, most)) for host in hosts)
 
 
 def make_pool(

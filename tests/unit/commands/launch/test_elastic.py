@@ -41,6 +41,7 @@ def test_hosts_are_those_of_launch(tmp_path: Path) -> None:
     assert pool(2, 8, environ=environ, hosts="c:2").find() == (Host("c", 2),)
     assert pool(8, 8, environ=environ, ppn=4).find() == (Host("a", 4), Host("b", 4))
     assert pool(1, 2, hosts="a:4").find() == (Host("a", 4),)  # more than are used
+    assert pool(1, 2, hosts="a:999999999").find() == (Host("a", 4),)
     assert pool(1, 3).find() == (Host("localhost", 3),)
 
 
