@@ -28,6 +28,11 @@ from hvdtrain.commands.timeline.steps import Steps, StepTotals, is_tie
 # Errors caused by malformed events.
 _MALFORMED = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError)
 NO_TIME = "invalid time"
+# A small compressed file may contain any number of events; those beyond a limit are unfamiliar.
+TOO_MANY = "beyond a limit"
+MAX_PENDING = 1 << 21  # open bars, and ticks of open negotiations
+MAX_RANKS = 1 << 16
+MAX_KINDS = 100  # of unfamiliar events, counted separately
 MAX_RECORDED = 150_000  # bars and ticks; a browser draws this number smoothly
 
 
@@ -84,7 +89,7 @@ class Recorder:
 
     def step(self, number: int, start: float) -> None:
         """Record the beginning of a step."""
-        if self.end is None:
+        if self.end is None and len(self.steps["number"]) < MAX_RECORDED:
             self.steps["number"].append(number)
             self.steps["start"].append(start)
 
@@ -128,6 +133,7 @@ class Analysis:
         self.rows = Rows()
         self.tensors = self.rows.tensors
         self.negotiating = self.working = 0  # bars open now, over all tensors
+        self.pending = 0  # bars and ticks kept now, over all tensors
         self.state, self.since = NEITHER, 0.0
         self.times = [0.0, 0.0, 0.0]  # by state, up to ``since``
         self.history = StateHistory(len(self.times))
@@ -167,6 +173,8 @@ class Analysis:
         tensor, name, time = self.tensors[event["pid"]], event["name"], event["ts"]
         if not EARLIEST < time < LATEST:
             raise ValueError(NO_TIME)
+        if self.pending >= MAX_PENDING:
+            raise ValueError(TOO_MANY)
         cell = tensor.cells.get(name)
         if cell is None:
             cell = self.rows.cell(tensor, name)
@@ -184,11 +192,12 @@ class Analysis:
             elif kind == OPERATION:
                 self._begin_operation(tensor, time)
         tensor.bars.append((cell, time))
+        self.pending += 1
 
     def _begin_negotiation(self, tensor: Tensor, phase: Phase, time: float) -> None:
         if tensor.bars:
             self._abandon(tensor)
-        tensor.ticks.clear()
+        self._drop_ticks(tensor)
         if tensor.lasting and phase.of_step:
             if self.steps.is_next(tensor):
                 self._switch(time)
@@ -213,6 +222,7 @@ class Analysis:
         if not EARLIEST < time < LATEST:
             raise ValueError(NO_TIME)
         cell, start = tensor.bars.pop()
+        self.pending -= 1
         phase = cell.phase
         cell.count += 1
         cell.total += time - start
@@ -230,6 +240,8 @@ class Analysis:
             self._end_operation(tensor, event, time)
         if self.recorder:
             self.recorder.bar(tensor, phase, start, time, self.cycle)
+        if kind == NEGOTIATE:
+            self._drop_ticks(tensor)
 
     def _end_negotiation(self, tensor: Tensor, phase: Phase, time: float) -> None:
         self.negotiating -= 1
@@ -256,8 +268,14 @@ class Analysis:
         if not EARLIEST < time < LATEST:
             raise ValueError(NO_TIME)
         if rank not in self.ranks:
-            self.ranks.add(str(int(rank)))
+            rank = str(int(rank))
+            if len(self.ranks) >= MAX_RANKS and rank not in self.ranks:
+                raise ValueError(TOO_MANY)
+            self.ranks.add(rank)
+        if self.pending >= MAX_PENDING:
+            raise ValueError(TOO_MANY)
         self.tensors[event["pid"]].ticks.append((time, rank))
+        self.pending += 1
 
     def _mark(self, event: Event) -> None:
         if event["name"] != "CYCLE_START":
@@ -282,18 +300,21 @@ class Analysis:
         """Process an event whose tensor's name was lost; count any other as unfamiliar."""
         kind, number = str(event.get("ph", "no kind")), event.get("pid")
         if not isinstance(number, int):
-            self.unfamiliar[kind] += 1
-            return
+            return self._ignore(kind)
         if kind in "BEX" and number not in self.tensors:
-            self.rows.add_unknown(number)
             try:
+                self.rows.add_unknown(number)
                 return self.handlers[kind](event)
             except _MALFORMED:
                 pass
         if kind in ("E", "X") and has_time(event):
             self.headless += 1
         else:
-            self.unfamiliar[kind] += 1
+            self._ignore(kind)
+
+    def _ignore(self, kind: str) -> None:
+        known = kind in self.unfamiliar or len(self.unfamiliar) < MAX_KINDS
+        self.unfamiliar[kind if known else "other kinds"] += 1
 
     def _switch(self, time: float) -> None:
         """Add the time up to now to the old state, and set the new one."""
@@ -311,6 +332,7 @@ class Analysis:
             self._abandon(tensor)
         self._switch(self.last)
         self.tensors.clear()
+        self.pending = 0
         self.fusion.run = self.cycle = None
         self.steps.discard_current()
 
@@ -320,4 +342,9 @@ class Analysis:
             cell.phase.open -= 1
             self.negotiating -= cell.phase.kind == NEGOTIATE
             self.working -= cell.phase.kind == OPERATION
+        self.pending -= len(tensor.bars)
         tensor.bars.clear()
+
+    def _drop_ticks(self, tensor: Tensor) -> None:
+        self.pending -= len(tensor.ticks)
+        tensor.ticks.clear()

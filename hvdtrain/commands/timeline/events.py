@@ -58,6 +58,9 @@ _OF_STEP = ("NEGOTIATE_ALLREDUCE", "NEGOTIATE_ADASUM", "NEGOTIATE_REDUCESCATTER"
 MAX_DIGITS = 60  # of all sizes of a tensor together
 MAX_NAMES = 50_000  # tensor names with a separate row; others share one row
 OTHERS = "(other tensors)"
+LONGEST_NAME = 1000  # characters of a name
+MAX_PHASES = 1000  # names of bars
+MAX_CELLS = 20 * MAX_NAMES  # names of bars, over all rows
 SMALL = 1 << 20  # bytes; the time of a smaller operation is mostly latency, not bandwidth
 MAX_SHAPES = 10_000  # with a cached size
 # PyTorch numbers unnamed tensors, TensorFlow uses one name for all of them.
@@ -223,13 +226,18 @@ class Rows:
         self.tensors: dict[int, Tensor] = {}
         self.by_name: dict[str, TensorRow] = {}
         self.phases: dict[tuple[str, str], Phase] = {}
+        self.cells = 0
 
     def add(self, number: int, name: str) -> None:
         """Assign ``name`` to the tensor ``number`` from now on.
 
         Beyond ``MAX_NAMES`` names, drop it: those that recur in every step are known by then, and
         names that never recur ("loss.step.7") would fill the memory.
+
+        Raises:
+            ValueError: there are too many tensors.
         """
+        name = name[:LONGEST_NAME]
         nameless = _NAMELESS.fullmatch(name)
         once = bool(nameless and nameless["kind"])
         group = f"{nameless['kind']}.*" if nameless and once else name
@@ -237,22 +245,40 @@ class Rows:
             self.tensors.pop(number, None)
             return
         row = self.by_name.setdefault(group, TensorRow(group))
-        self.tensors[number] = Tensor(row, lasting=not nameless, once=once)
+        self._assign(number, Tensor(row, lasting=not nameless, once=once))
+
+    def _assign(self, number: int, tensor: Tensor) -> None:
+        if number not in self.tensors and len(self.tensors) >= 2 * MAX_NAMES:
+            raise ValueError("too many tensors")
+        self.tensors[number] = tensor
 
     def add_unknown(self, number: int) -> None:
-        """Add the tensor ``number``, whose name was lost or dropped."""
+        """Add the tensor ``number``, whose name was lost or dropped.
+
+        Raises:
+            ValueError: there are too many tensors.
+        """
         if len(self.by_name) < MAX_NAMES:
             self.add(number, f"tensor {number}")
         else:
             row = self.by_name.setdefault(OTHERS, TensorRow(OTHERS))
-            self.tensors[number] = Tensor(row, lasting=False, once=True)
+            self._assign(number, Tensor(row, lasting=False, once=True))
 
     def cell(self, tensor: Tensor, name: str) -> Cell:
-        """Add a cell for the bars called ``name`` on the tensor."""
+        """Add a cell for the bars called ``name`` on the tensor.
+
+        Raises:
+            ValueError: there are too many names, or this one is too long.
+        """
         kind = kind_of(name, len(tensor.bars))
+        phase = self.phases.get((name, kind))
+        too_many = self.cells >= MAX_CELLS or (phase is None and len(self.phases) >= MAX_PHASES)
+        if too_many or len(name) > LONGEST_NAME:
+            raise ValueError("too many names of bars")
         phase = self.phases.setdefault((name, kind), Phase(name, kind))
-        tensor.cells[name] = Cell(phase)
-        return tensor.cells[name]
+        self.cells += 1
+        cell = tensor.cells[phase.name] = Cell(phase)
+        return cell
 
 
 @dataclass(slots=True)
@@ -304,7 +330,7 @@ class Fusion:
         if operation is None:
             return
         if isinstance(args, dict):
-            key = str(args.get("dtype")), str(args.get("shape"))
+            key = str(args.get("dtype"))[:LONGEST_NAME], str(args.get("shape"))[:LONGEST_NAME]
             size = self._sizes.get(key)
             if size is None:
                 if len(self._sizes) >= MAX_SHAPES:  # shapes of gathered tensors may never recur

@@ -27,6 +27,7 @@ from hvdtrain.system.files import replacing
 CHUNK = 1 << 15  # bytes read at once: the events parsed from them fit into the processor's cache
 MAX_HEADER = 1 << 20  # bytes without an event, after which a file is no timeline
 MAX_EVENT = 1 << 16  # bytes; longer ones are skipped
+MAX_OPEN = 100_000  # tensors with open bars, of a repair
 SEPARATORS = (b"},{", b"},\n{", b"}, {")  # between two events, in Horovod's and others' files
 EARLIEST, LATEST = -(2**63), 2**63  # microseconds; Horovod writes 64 bits
 FILLER = b" \t\r\n,[]"  # allowed between events, at the beginning and at the end
@@ -240,7 +241,7 @@ class Repaired:
 
     events: int = 0  # written
     closed: int = 0  # bars that were open at the end
-    dropped: int = 0  # ends without a beginning, and events without time or kind
+    dropped: int = 0  # ends without a beginning, events without time or kind, beyond a limit
 
 
 def repair(source: Path, target: Path, window: tuple[float, float] | None = None) -> Repaired:
@@ -283,12 +284,17 @@ def _balanced(chunks: Iterator[list[Event]], counts: Repaired) -> Iterator[Event
             if kind == "M" and PREAMBLE in str(event.get("args")):
                 yield from _ends(open_bars, last, counts)  # another timeline begins
             elif kind == "B":
+                if tensor not in open_bars and len(open_bars) >= MAX_OPEN:
+                    counts.dropped += 1
+                    continue
                 open_bars[tensor] = open_bars.get(tensor, 0) + 1
             elif kind == "E":
                 if not open_bars.get(tensor):
                     counts.dropped += 1
                     continue
                 open_bars[tensor] -= 1
+                if not open_bars[tensor]:
+                    del open_bars[tensor]
             if timed:
                 last = event["ts"]
             yield {**event, "pid": tensor, "tid": event.get("tid", tensor)}
