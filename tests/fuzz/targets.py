@@ -165,7 +165,7 @@ IDX = {
 }
 
 
-@reader("idx-images", "data", lambda: [IDX[IMAGES]])
+@reader("idx-images", "data", lambda: [IDX[IMAGES], gzip.compress(IDX[IMAGES], mtime=0)])
 def read_idx_images(data: bytes, folder: Path) -> None:
     mnist.load(content(folder, {**IDX, IMAGES: data}))
 

@@ -102,21 +102,27 @@ def test_a_truncated_file_is_named_wherever_it_ends(tmp_path: Path, form: str, n
     load(tmp_path)
 
 
-@pytest.mark.parametrize("shape", [(100, 28, 28), (2**32 - 1,) * 4], ids=["few", "endless"])
+@pytest.mark.parametrize(
+    ("shape", "word"),
+    [((100, 28, 28), "broken"), ((2**32 - 1,) * 4, "more than any"), ((2**28, 9), "more than any")],
+    ids=["few", "endless", "many"],
+)
 def test_a_small_file_that_inflates_to_a_large_one_is_not_inflated(
-    tmp_path: Path, shape: tuple[int, ...]
+    tmp_path: Path, shape: tuple[int, ...], word: str
 ) -> None:
     path = write(tmp_path, "gz") / f"{NAMES['train', 'images']}.gz"
     head = bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape)
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(head + bytes(64_000_000))
+    with path.open("ab") as file:
+        file.write(bytes(3_000_000))  # large enough to inflate to that size
     tracemalloc.start()
     try:
         message = refusal(tmp_path)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert str(path) in message and "broken" in message
+    assert str(path) in message and word in message
     assert peak < 2_000_000
 
 
