@@ -59,10 +59,13 @@ from hvdtrain.steps.summary import Summary
 from hvdtrain.system.runtime import elastic, failure_detector, walltime
 from hvdtrain.system.runtime.failure_detector import (
     CONFIRM,
+    CONNECTING,
     KEY,
+    NONCE,
     Connection,
     FailureDetector,
     Handshake,
+    prove,
 )
 from hvdtrain.system.runtime.waits import Waits
 from hvdtrain.training.checkpoint_manager import train_state
@@ -535,17 +538,21 @@ def read_chain(data: bytes, folder: Path) -> None:
 
 # Messages between ranks
 
-SECRET = bytes(range(2 * KEY))
+SECRET, NUMBER, RANK_1 = bytes(KEY), bytes(NONCE), bytes([0, 0, 0, 1])
 
 
-@reader("handshake", "ranks", lambda: [SECRET[:KEY] + bytes([0, 0, 0, 1]) + CONFIRM])
+def greeting() -> bytes:
+    return RANK_1 + prove(SECRET, CONNECTING, NUMBER, "", RANK_1) + CONFIRM
+
+
+@reader("handshake", "ranks", lambda: [greeting()])
 def read_handshake(data: bytes, folder: Path) -> None:
     here, there = socket.socketpair()
     with here, there:
         there.sendall(data[:4096])
         there.shutdown(socket.SHUT_WR)
         here.setblocking(False)
-        handshake = Handshake(here, SECRET)
+        handshake = Handshake(here, SECRET, NUMBER)
         with contextlib.suppress(OSError):  # as the detector does
             while not handshake.read():
                 pass

@@ -9,10 +9,11 @@ which a rank waits (``waits``). Between hosts the kernels answer TCP keep-alive 
 process is not considered dead while it computes, waits for a disk, or is suspended. Separate
 threads sleep until a connection breaks, as the main thread may be waiting in a collective.
 
-In the handshake of a connection each side proves that it belongs to this job by half of a shared
-secret, and the connecting side confirms that it has read the answer. Until then a closed connection
-does not mean a lost rank: the other side has given up, or is no rank. The accepting side waits for
-the confirmation without a limit, so that the connecting side can rely on it.
+In the handshake of a connection the accepting side sends a random number, each side proves by it
+that it knows the job's secret, and the connecting side confirms that it has read the answer. A
+proof is of no use on another connection, nor to a listener at another address. Until then a closed
+connection does not mean a lost rank: the other side has given up, or is no rank. The accepting side
+waits for the confirmation without a limit, so that the connecting side can rely on it.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ LENGTH = 2  # bytes of the length
 
 CONNECT = 3.0  # seconds for an address to answer; a host may have unreachable ones
 ANSWER = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
-HELLO = 10.0  # seconds for a connecting process to send its rank; it may be no rank
-KEY = 16  # bytes of each half of the secret: the connecting side's, and the accepting side's
+HELLO = 30.0  # seconds for a connecting process to send its rank; it may be busy, or no rank
+KEY = 32  # bytes of the secret, and of a proof
+NONCE = 16  # bytes of the random number
 RANK = 4  # bytes of a rank
+CONNECTING, ACCEPTING = "connecting", "accepting"  # sides of a connection
 CONFIRM = b"+"
 
 Gather = Callable[[bytes], list[bytes]]
@@ -83,10 +86,15 @@ class Handshake:
     """An accepted connection that the other side has not confirmed yet."""
 
     socket: socket.socket  # non-blocking
-    secret: bytes  # of the job, 2 x ``KEY`` bytes
+    secret: bytes  # of the job
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE))
     since: float = field(default_factory=time.monotonic)  # when it was accepted
     rank: int | None = None  # rank of the other side, once received
     _received: bytes = b""
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(OSError):  # closed already, as `read` reports
+            self.socket.send(self.nonce)
 
     def read(self) -> bool:
         """Read available data; return whether the connection is confirmed.
@@ -94,7 +102,7 @@ class Handshake:
         Raises:
             OSError: the other side has closed it, or does not belong to this job.
         """
-        wanted = KEY + RANK if self.rank is None else len(CONFIRM)
+        wanted = RANK + KEY if self.rank is None else len(CONFIRM)
         try:
             more = self.socket.recv(wanted - len(self._received))
         except BlockingIOError:
@@ -107,10 +115,11 @@ class Handshake:
         message, self._received = self._received, b""
         if self.rank is not None:
             return message == CONFIRM
-        if not hmac.compare_digest(message[:KEY], self.secret[:KEY]):
+        rank, facts = message[:RANK], (self.nonce, self.socket.getsockname(), message[:RANK])
+        if not hmac.compare_digest(message[RANK:], prove(self.secret, CONNECTING, *facts)):
             raise ConnectionError("not a rank of this job")
-        self.rank = int.from_bytes(message[KEY:], "big")
-        self.socket.sendall(self.secret[KEY:])
+        self.rank = int.from_bytes(rank, "big")
+        self.socket.sendall(prove(self.secret, ACCEPTING, *facts))
         return False
 
     def is_late(self) -> bool:
@@ -155,7 +164,7 @@ class FailureDetector:
         self.connections: list[Connection] = []
         self.on_report: Callable[[bytes], None] = lambda report: None  # called on rank 0
         self.last: bytes | None = None  # this rank's last message
-        self.secret = secrets.token_bytes(2 * KEY)  # all ranks use rank 0's
+        self.secret = secrets.token_bytes(KEY)  # all ranks use rank 0's
         self.selector = selectors.DefaultSelector()
         self.listeners: dict[str, socket.socket] = {}
         self.absent = 0  # number of ranks that have not connected yet
@@ -386,8 +395,10 @@ def connect(targets: Iterable[Address], rank: int, secret: bytes) -> socket.sock
             connection.settimeout(CONNECT)
             connection.connect(target)
             connection.settimeout(ANSWER)
-            connection.sendall(secret[:KEY] + rank.to_bytes(RANK, "big"))
-            if hmac.compare_digest(receive(connection, KEY), secret[KEY:]):
+            sent = rank.to_bytes(RANK, "big")
+            facts = receive(connection, NONCE), connection.getpeername(), sent
+            connection.sendall(sent + prove(secret, CONNECTING, *facts))
+            if hmac.compare_digest(receive(connection, KEY), prove(secret, ACCEPTING, *facts)):
                 connection.sendall(CONFIRM)
                 connection.settimeout(None)
                 return connection
@@ -395,6 +406,19 @@ def connect(targets: Iterable[Address], rank: int, secret: bytes) -> socket.sock
             log.debug("no connection by %s: %s", target, error)
         connection.close()
     return None
+
+
+def prove(secret: bytes, side: str, nonce: bytes, address: Address, rank: bytes) -> bytes:
+    """Return the proof that a ``side`` knows the secret.
+
+    Args:
+        secret: the secret of the job.
+        side: ``CONNECTING`` or ``ACCEPTING``.
+        nonce: random number of the connection.
+        address: that of the accepting side, as both see it: who relays has another one.
+        rank: the connecting side's rank.
+    """
+    return hmac.digest(secret, repr((side, nonce, address, rank)).encode(), "sha256")
 
 
 def receive(connection: socket.socket, length: int) -> bytes:

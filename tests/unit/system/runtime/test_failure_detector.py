@@ -71,8 +71,10 @@ def test_a_process_that_gives_up_after_the_answer_is_not_lost() -> None:
     code, out, err = run("""
 ranks[0].connect(endpoints)
 line = socket.create_connection(("127.0.0.1", port))
-line.sendall(ranks[0].secret[:detector.KEY] + (1).to_bytes(detector.RANK, "big"))
-assert detector.receive(line, detector.KEY) == ranks[0].secret[detector.KEY:]
+facts = detector.receive(line, detector.NONCE), ("127.0.0.1", port), bytes([0, 0, 0, 1])
+line.sendall(facts[2] + detector.prove(ranks[0].secret, "connecting", *facts))
+answer = detector.receive(line, detector.KEY)
+assert answer == detector.prove(ranks[0].secret, "accepting", *facts)
 line.close()
 ranks[2].connect(endpoints)
 connected(2)
@@ -80,14 +82,37 @@ connected(2)
     assert (code, out, err) == (0, "continues [2]\n", "")
 
 
-def test_silent_and_foreign_processes_delay_no_rank() -> None:
+def test_silent_and_foreign_processes_get_no_answer_and_delay_no_rank() -> None:
     code, out, err = run("""
 detector.ANSWER = 5.0  # of the ranks; 20 x HELLO one after the other would be far more
 silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
 for line in silent[:5]:
-    line.sendall(b"GET / HTTP/1.0\\r\\n\\r\\n" + bytes(100))
+    line.sendall(b"GET / HTTP/1.0".ljust(detector.RANK + detector.KEY))
 for rank in ranks:
     rank.connect(endpoints)
+connected(1, 2)
+for line in silent[:5]:
+    assert len(detector.receive(line, 100)) == detector.NONCE
+""")
+    assert (code, out, err) == (0, "continues [1, 2]\n", "")
+
+
+def test_what_a_rank_sends_to_a_foreign_listener_does_not_open_rank_0() -> None:
+    code, out, err = run("""
+foreign = socket.create_server(("127.0.0.1", 0))
+line = socket.create_connection(("127.0.0.1", port))
+def relay():
+    rank, _ = foreign.accept()
+    rank.sendall(detector.receive(line, detector.NONCE))
+    line.sendall(detector.receive(rank, detector.RANK + detector.KEY))
+    rank.sendall(detector.receive(line, detector.KEY))
+    rank.close()
+ranks[0].connect(endpoints)
+threading.Thread(target=relay, daemon=True).start()
+assert detector.connect([foreign.getsockname()], 1, ranks[0].secret) is None
+assert line.recv(1) == b"" and not ranks[0].connections
+ranks[1].connect(endpoints)
+ranks[2].connect(endpoints)
 connected(1, 2)
 """)
     assert (code, out, err) == (0, "continues [1, 2]\n", "")
@@ -98,7 +123,7 @@ def test_silent_connections_are_closed() -> None:
 detector.HELLO = 0.2
 ranks[0].connect(endpoints)
 with socket.create_connection(("127.0.0.1", port)) as line:
-    assert line.recv(1) == b""
+    assert len(detector.receive(line, 100)) == detector.NONCE
 ranks[1].connect(endpoints)
 ranks[2].connect(endpoints)
 connected(1, 2)
