@@ -61,6 +61,7 @@ def test_what_it_does_not_know_is_named_by_its_line(line: str) -> None:
 
 
 STAGES = parse((ROOT / "containers" / "Dockerfile").read_text())
+DEFINITION = (ROOT / "containers" / "hvdtrain.def").read_text()
 
 
 def runs(*names: str) -> str:
@@ -70,8 +71,22 @@ def runs(*names: str) -> str:
 
 def test_the_base_is_pinned_by_release_and_digest() -> None:
     assert re.fullmatch(r"debian:bookworm-\d{8}-slim@sha256:[0-9a-f]{64}", STAGES["system"].base)
-    definition = (ROOT / "containers" / "hvdtrain.def").read_text()
-    assert f"From: {STAGES['system'].base.partition('@')[0]}\n" in definition
+    tag, _, digest = STAGES["system"].base.partition("@")
+    assert {stage.base for stage in STAGES.values()} <= {STAGES["system"].base, *STAGES}
+    assert re.findall(r"^From:.*", DEFINITION, re.MULTILINE) == [f"From: debian@{digest}"]
+    assert f"# From {tag}," in DEFINITION
+
+
+def test_packages_are_checked_by_hash_but_for_those_that_the_policy_names() -> None:
+    commands = re.findall(r"pip install ([^&|;\n]*)", f"{runs(*STAGES)}\n{DEFINITION}")
+    packages = {
+        word.strip("'").partition("[")[0]
+        for words in map(str.split, commands)
+        if "--require-hashes" not in words
+        for word in words
+        if not word.startswith(("-", ":", "/wheels/", "constraints.txt"))
+    }
+    assert packages == {"torch", "torchvision", "cuda-toolkit", "mpich==4.3.2"}
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
