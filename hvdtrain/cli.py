@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +18,14 @@ from types import ModuleType
 
 from hvdtrain import __version__
 from hvdtrain.config.declare import CommandParser, nearest
-from hvdtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, HvdtrainError, UsageError
+from hvdtrain.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    HvdtrainError,
+    UsageError,
+    escaped,
+)
 from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.runtime import terminal
 
@@ -35,6 +43,8 @@ VERBS = {
     "timeline": "analyse a Horovod timeline: time per operation, late ranks",
     "report": "write one HTML page about a run or a study",
 }
+# Characters in a report that may be those of any file; the report's colours are kept.
+CONTROL = re.compile(r"(?!\x1b\[[\d;]*m)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 DRAWING = ("scaling", "compare", "report")  # verbs that need hvdtrain[studies]
 PROGRAMS = """programs, launched by `hvdtrain launch -n N -- python -m PROGRAM`:
   hvdtrain.mnist        train on handwritten digits
@@ -145,7 +155,7 @@ def _run(verb: str, words: Sequence[str]) -> int:
         if as_json:
             print(json.dumps(report.data, indent=1, sort_keys=True))
         elif report.text:
-            print(report.text.encode(errors="replace").decode())  # names of any bytes
+            print(CONTROL.sub(lambda match: escaped(match[0]), report.text))
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, e.g. head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -22,6 +22,11 @@ EXIT_INTERRUPTED = 130
 LONGEST = 2000  # characters of a message; what to do is at its end
 
 
+def escaped(text: str, keep: str = "") -> str:
+    """Return ``text`` with its unprintable characters as escapes, except for those to ``keep``."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
 class HvdtrainError(Exception):
     """Error with a message for the user, and the exit code of the process."""
 
@@ -30,8 +35,7 @@ class HvdtrainError(Exception):
 
     def __str__(self) -> str:
         """Return the message in one line: names and values in it may be those of any file."""
-        text = super().__str__()
-        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        line = escaped(super().__str__())
         return (
             line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
         )

@@ -20,6 +20,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from hvdtrain.config.options import Options
+from hvdtrain.errors import escaped
 from hvdtrain.steps.summary import Summary, nan_to_null
 from hvdtrain.system.files import Output, check_writable
 from hvdtrain.system.output.tables import summary_table
@@ -132,7 +133,7 @@ class Progress:
         """
         terminal.clear()
         for line in headline:
-            self.console.print(line)
+            self.message(line)
         self._total = total
         if self.console.is_terminal and not self.console.quiet:
             self._bar = _Bar(
@@ -248,8 +249,8 @@ class Progress:
         self.console.print(f"epoch {record['epoch'] + 1} done: loss {loss}{tested}")
 
     def message(self, text: str) -> None:
-        """Show a line."""
-        self.console.print(text)
+        """Show a line; names of files in it may contain escape sequences."""
+        self.console.print(escaped(text))
 
     def stop(self) -> None:
         """Stop updating the bar; further output is written below it."""

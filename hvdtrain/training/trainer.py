@@ -79,7 +79,8 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
     level = logging.ERROR if options.quiet else logging.WARNING
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be of any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
-    logging.basicConfig(level=level, format="hvdtrain: %(message)s")
+    handler = terminal.Handler(sys.stderr)
+    logging.basicConfig(level=level, format="hvdtrain: %(message)s", handlers=[handler])
     if options.quiet:
         terminal.clear()
     return train(workload, options)

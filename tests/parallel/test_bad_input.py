@@ -220,6 +220,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert "is damaged" not in again.outcome.err  # --quiet
 
 
+def test_escape_sequences_of_a_checkpoint_are_shown_as_text(tmp_path: Path) -> None:
+    (tmp_path / "step-000000001").mkdir()
+    state = tmp_path / "step-000000001" / "state.json"
+    state.write_text(json.dumps({"format": "\x1b]0;title\x07"}))
+    outcome = run([sys.executable, "-m", "hvdtrain.mnist", f"--checkpoint-dir={tmp_path}"])
+    assert outcome.code == 2 and len(outcome.said) == 2
+    assert all(r"format \x1b]0;title\x07" in line for line in outcome.said)
+
+
 @pytest.mark.parametrize("strategy", ["horovod", "fsdp"])
 def test_a_full_disk_while_saving(strategy: str, tmp_path: Path) -> None:
     disk = tmp_path / "disk"

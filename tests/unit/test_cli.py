@@ -242,6 +242,16 @@ def test_report_as_text_or_as_json(
     assert json.loads(capsys.readouterr().out) == {"ok": True}
 
 
+def test_escape_sequences_in_a_report_are_shown_but_for_colours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "\x1b[1;32mok\x1b[0m\tname \x1b]0;title\x07 \x9b2J \udcff \u00e9\nend"
+    with_verb(monkeypatch, Report(text, {}))
+    assert cli.main(["probe"]) == 0
+    shown = "\x1b[1;32mok\x1b[0m\tname \\x1b]0;title\\x07 \\x9b2J \\udcff \u00e9\nend\n"
+    assert capsys.readouterr().out == shown
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -27,6 +27,7 @@ from typing import Any
 
 from hvdtrain.errors import EXIT_OK, EXIT_USAGE
 from hvdtrain.system.files import read_regular
+from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import Command, run
 
 log = logging.getLogger(__name__)
@@ -171,7 +172,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("event", choices=("begin", "end"))
     parser.add_argument("code", type=int, nargs="?", default=0)
     arguments = parser.parse_args(words)
-    logging.basicConfig(level=logging.INFO, format="hvdtrain: %(message)s", stream=sys.stderr)
+    handler = terminal.Handler(sys.stderr)
+    logging.basicConfig(level=logging.INFO, format="hvdtrain: %(message)s", handlers=[handler])
     # The id as reported at the submission of the job.
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID") or "?"
     if arguments.event == "end":

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
-from hvdtrain.errors import EXIT_INTERRUPTED
+from hvdtrain.errors import EXIT_INTERRUPTED, escaped
 from hvdtrain.system.runtime.detect import detect
 
 BEFORE_FRAME = "\r\x1b[2K\n\x1b[2K"  # an empty line, then the line of the frame
@@ -127,12 +127,16 @@ def clear() -> None:
 
 
 class Handler(logging.StreamHandler[TextIO]):
-    """Log handler that replaces the status line drawn by ``working``."""
+    """Log handler that replaces the status line drawn by ``working``.
+
+    Escape sequences do not reach the terminal: names and values in a message may be those of any
+    file.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, after erasing the status line, as it may be wider than the screen."""
         erased = ERASE if _drawer and _drawer.handle == 2 else ""
-        return erased + super().format(record)
+        return erased + escaped(super().format(record), keep="\n\t")
 
 
 def _start(handle: int, width: int, title: str = "") -> None:

@@ -125,6 +125,11 @@ def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str], text: str) -
     assert out.count(text) == 3
 
 
+def test_escape_sequences_of_a_name_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress(Options()).begin(["skipped 1 broken image, e.g. a\x1b]0;title\x07.jpg"], 1, 0)
+    assert capsys.readouterr().out == "skipped 1 broken image, e.g. a\\x1b]0;title\\x07.jpg\n"
+
+
 def test_a_long_line_and_a_long_cell_are_not_cut_in_a_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

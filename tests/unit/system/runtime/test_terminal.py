@@ -49,6 +49,12 @@ def test_the_status_is_not_written_to_a_file() -> None:
     assert "\x1b" not in outcome.err and len(outcome.err.splitlines()) == 1
 
 
+def test_escape_sequences_in_a_message_are_shown_as_text() -> None:
+    program = PROGRAM.partition("sleep =")[0] + r"logging.warning('%s', '\x1b]0;title\x07\n\tnext')"
+    outcome = run([sys.executable, "-c", program])
+    assert outcome.err == "\\x1b]0;title\\x07\n\tnext\n"
+
+
 def test_a_program_runs_with_a_status_line() -> None:
     words = ["-m", "hvdtrain.system.runtime.terminal", "pip installs", "sh", "-c"]
     seen = record([sys.executable, *words, "echo a word; sleep 3; exit 3"])
