@@ -31,6 +31,7 @@ from hvdtrain.steps.checkpoint_files import (
     Arrays,
     Checkpoint,
     Tensors,
+    _digest_of_state,
     read,
 )
 from tests.conftest import error_of, flipped
@@ -478,7 +479,7 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize("name", [MODEL_FILE, TRAINING_FILE])
+@pytest.mark.parametrize("name", FILES)
 def test_a_pickle_with_the_right_checksum_is_not_executed(
     two: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -486,6 +487,7 @@ def test_a_pickle_with_the_right_checksum_is_not_executed(
     data = pickle.dumps(Bomb(fuse))
     replace_file(newest, name, data)
     assert_falls_back(two, newest, caplog)
+    assert "checksum" not in caplog.text  # it was read
     assert not fuse.exists()
     pickle.loads(data)
     assert fuse.exists()  # loading the pickle would have executed it
@@ -493,10 +495,11 @@ def test_a_pickle_with_the_right_checksum_is_not_executed(
 
 def replace_file(folder: Path, name: str, data: bytes) -> None:
     """Replace a file as an attacker would, with correct checksums."""
-    (folder / name).write_bytes(data)
     state = json.loads((folder / STATE_FILE).read_bytes())
     state["sha256"][name] = hashlib.sha256(data).hexdigest()
+    state["sha256"][STATE_FILE] = _digest_of_state(state)
     (folder / STATE_FILE).write_text(json.dumps(state))
+    (folder / name).write_bytes(data)
 
 
 def test_loading_compiles_imports_and_runs_nothing(two: Path) -> None:
