@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.errors import CheckpointError, UsageError
+from hvdtrain.errors import CheckpointError, UsageError, escaped
 from hvdtrain.steps.checkpoint_files import (
     DAMAGE,
     MODEL_FILE,
@@ -193,7 +193,7 @@ def load_newest(
     names = _names(directory)
     for stray in sorted(directory.glob(f"{PREFIX}*")) if directory.is_dir() else ():
         if stray.name not in names:
-            log.warning("%s is not the name of a checkpoint: skipped", stray)
+            log.warning("%s is not the name of a checkpoint: skipped", escaped(str(stray)))
     reasons = []
     for name in reversed(names):
         try:
@@ -201,7 +201,7 @@ def load_newest(
             check(checkpoint)
             return checkpoint
         except DAMAGE as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = escaped(f"{type(error).__name__}: {error}")
             reasons.append(f"{name}: {reason}")
             log.warning("checkpoint %s is damaged (%s): skipped", directory / name, reason)
     if names:

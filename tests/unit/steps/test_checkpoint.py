@@ -340,6 +340,16 @@ def test_leftovers_of_killed_saves_are_removed(two: Path, tmp_path: Path) -> Non
     assert precious.read_text() == "mine"
 
 
+def test_a_log_line_shows_escape_sequences_as_text(
+    two: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (two / "step-\x1b]0;title\x07").mkdir()
+    (two / "step-000000002" / "state.json").write_text(json.dumps({"format": "\x1b[31m"}))
+    assert is_intact(load_newest(two), 1)
+    assert len(caplog.records) == 2 and "\x1b" not in caplog.text
+    assert r"\x1b]0;title" in caplog.text and r"\x1b[31m" in caplog.text
+
+
 def test_what_is_removed_is_not_completed_meanwhile(
     two: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
