@@ -28,7 +28,12 @@ class Parser(CommandParser):
 
 
 def build_parser(
-    workload: str, description: str, epilog: str, kind: type[Options] = Options
+    workload: str,
+    description: str,
+    epilog: str,
+    kind: type[Options] = Options,
+    *,
+    add_help: bool = True,
 ) -> Parser:
     """Return the parser of a trainer, with an option per field of ``kind``, in its groups."""
     parser = Parser(
@@ -36,6 +41,7 @@ def build_parser(
         usage="%(prog)s [options]",
         description=description,
         epilog=epilog,
+        add_help=add_help,
     )
     parser.add_argument(
         "--config",
@@ -63,8 +69,10 @@ def parse(
     parser = build_parser(workload, description, epilog, kind)
     line = _values(parser, spelled(arguments, kind.ALIASES))
     files = [Path(name) for name in line.pop("config", [])]
+    # `help: true` in a file would end the program as if it had finished.
+    file_parser = build_parser(workload, description, epilog, kind, add_help=False)
     merged: OptionValues = {}
-    for values in (*(_read_config(parser, file, kind.ALIASES) for file in files), line):
+    for values in (*(_read_config(file_parser, file, kind.ALIASES) for file in files), line):
         for name, excluded in (*kind.EITHER, *(pair[::-1] for pair in kind.EITHER)):
             if name in values:  # a later source also replaces the excluded option
                 merged.pop(excluded, None)
