@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from tests.fuzz.targets import TARGETS
 
-STARTING = 120  # seconds for imports, and for the last input
+STARTING = 300  # seconds for imports, and for the last input
 
 
 def main() -> int:
@@ -19,9 +21,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("targets", nargs="+", metavar="TARGET", choices=[*TARGETS, "all"])
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
     parser.add_argument("--out", type=Path, help="folder of the inputs found (a new one)")
     arguments = parser.parse_args()
     out = arguments.out or Path(tempfile.mkdtemp(prefix="fuzz-found-"))
+    coverage = importlib.util.find_spec("atheris") is not None
+    engine = "atheris" if coverage else "mutations without coverage (pip install atheris)"
+    print(f"{engine}, --seed {arguments.seed}", flush=True)
     failed = False
     for name in TARGETS if "all" in arguments.targets else arguments.targets:
         folder = out / name
@@ -29,7 +35,7 @@ def main() -> int:
         command = [sys.executable, "-B", "-m", "tests.fuzz.search"]
         with tempfile.TemporaryDirectory() as scratch, (folder / "log").open("wb") as log:
             process = subprocess.run(
-                [*command, name, str(arguments.seconds), str(folder)],
+                [*command, name, str(arguments.seconds), str(arguments.seed), str(folder)],
                 env={**os.environ, "TMPDIR": scratch},
                 stdin=subprocess.DEVNULL,
                 stderr=log,

@@ -1,4 +1,4 @@
-"""Search inputs that break a promise: ``python -m tests.fuzz.search TARGET SECONDS FOLDER``.
+"""Search inputs that break a promise: ``python -m tests.fuzz.search TARGET SECONDS SEED FOLDER``.
 
 With atheris it keeps inputs that reach new lines; without, it mutates valid inputs only.
 """
@@ -31,7 +31,8 @@ with atheris.instrument_imports(MODULES) if atheris else contextlib.nullcontext(
 
 MEMORY = 8 * 2**30  # address space
 LONGEST = 2**15  # bytes of an input
-TRIES = 300  # smaller inputs tried for each finding
+SHRINKING = 20  # seconds to try smaller inputs for each finding
+HANG = 150  # seconds of an input after which libFuzzer ends the process
 
 
 def signature(target: Target, data: bytes, folder: Path) -> str:
@@ -48,10 +49,9 @@ def signature(target: Target, data: bytes, folder: Path) -> str:
 
 def smaller(data: bytes, breaks: Callable[[bytes], bool]) -> bytes:
     """Return a part of ``data`` that still ``breaks``."""
-    size, tries = len(data) // 2, 0
-    while size and tries < TRIES:
+    size = len(data) // 2
+    while size:
         for start in range(0, len(data), size):
-            tries += 1
             if breaks(shorter := data[:start] + data[start + size :]):
                 data = shorter
                 break
@@ -77,10 +77,15 @@ class Search:
         kind = signature(self.target, data, self.folder)
         if kind and kind not in self.found:
             self.found.add(kind)
-            data = smaller(data, lambda part: signature(self.target, part, self.folder) == kind)
             path = self.out / hashlib.sha256(data).hexdigest()[:12]
-            path.write_bytes(data)
+            path.write_bytes(data)  # at once: a smaller one may not end
             print(f"{self.target.name}: {kind}: {path}", flush=True)
+            end = min(self.end, time.monotonic() + SHRINKING)
+
+            def breaks(part: bytes) -> bool:
+                return time.monotonic() < end and signature(self.target, part, self.folder) == kind
+
+            path.write_bytes(smaller(data, breaks))
         if time.monotonic() > self.end:
             rate = self.inputs / (time.monotonic() - self.began)
             number = len(self.found)
@@ -89,7 +94,7 @@ class Search:
             os._exit(1 if self.found else 0)
 
 
-def main(name: str, seconds: str, out: str) -> None:
+def main(name: str, seconds: str, seed: str, out: str) -> None:
     """Search until the time is over."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     target = TARGETS[name]
@@ -99,18 +104,19 @@ def main(name: str, seconds: str, out: str) -> None:
         (corpus / str(number)).write_bytes(data)
     search = Search(target, float(seconds), Path(out))
 
-    def mutated(data: bytes, size: int, seed: int) -> bytes:
-        random = Random(seed)
+    def mutated(data: bytes, size: int, number: int) -> bytes:
+        random = Random(number)
         if random.random() < 0.3:
             return bytes(atheris.Mutate(data, size))
         return mutate(data or random.choice(seeds), random)[:size]
 
     if atheris:
-        options = [f"-max_len={LONGEST}", "-timeout=60", "-rss_limit_mb=0", "-verbosity=0"]
-        arguments = [sys.argv[0], *options, f"-artifact_prefix={out}/", str(corpus)]
+        options = [f"-seed={seed}", f"-max_len={LONGEST}", f"-timeout={HANG}", "-verbosity=0"]
+        options += ["-rss_limit_mb=0", f"-artifact_prefix={out}/"]
+        arguments = [sys.argv[0], *options, str(corpus)]
         atheris.Setup(arguments, search.take, custom_mutator=mutated)
         atheris.Fuzz()
-    random = Random(0)
+    random = Random(seed)
     while True:
         search.take(mutate(random.choice(seeds), random))
 
