@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -20,10 +21,15 @@ from tests.fuzz.targets import Target
 
 SECONDS = 2.0  # maximum time of this process, not of a busy machine
 HANG = 10.0  # seconds of it after which it is interrupted
+WAIT = 60.0  # seconds after which it is interrupted in any case, also if it only waits
 GROWTH = 200 * 2**10  # maximum growth of memory, in KiB
 STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "os.fork")
 CONNECTS = ("socket.connect", "socket.sendto")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+# Number of paths of each event that changes a file or folder.
+CHANGES = dict.fromkeys(("os.link", "os.rename", "os.symlink"), 2) | dict.fromkeys(
+    ("os.chmod", "os.chown", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.utime"), 1
+)
 
 
 class BrokenPromiseError(AssertionError):
@@ -41,15 +47,19 @@ class _Audit:
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.folder is None:
             return
-        if event == "open":
-            path, _, flags = arguments
-            writes = isinstance(flags, int) and flags & WRITES
-            if writes and not os.fsdecode(path).startswith((self.folder, os.devnull)):
-                self._forbid(f"opened {path!r} for writing")
-        elif event in STARTS or event in CONNECTS:
-            self._forbid(f"{event} {arguments[:2]!r}")
+        count = CHANGES.get(event, 0)
+        if event == "open" and arguments[0] != os.devnull:
+            count = int(isinstance(arguments[2], int) and arguments[2] & WRITES != 0)
+        for path in arguments[:count]:
+            path = f"/proc/self/fd/{path}" if isinstance(path, int) else os.fsdecode(path)
+            real = os.path.realpath(path)  # a path relative to an open folder counts as outside
+            if real != self.folder and not real.startswith(f"{self.folder}/"):
+                self.forbid(f"{event} {arguments[:2]!r}")
+        if event in STARTS or event in CONNECTS:
+            self.forbid(f"{event} {arguments[:2]!r}")
 
-    def _forbid(self, action: str) -> None:
+    def forbid(self, action: str) -> None:
+        """Record ``action``, as a reader may catch any exception, and raise."""
         self.forbidden.append(action)
         raise BrokenPromiseError(action)
 
@@ -58,7 +68,7 @@ _audit = _Audit()
 
 
 def _give_up(*_: object) -> None:
-    raise BrokenPromiseError(f"it still runs after {HANG:.0f} s")
+    _audit.forbid(f"it still runs after {HANG:.0f} s of computing, or {WAIT:.0f} s of waiting")
 
 
 @contextlib.contextmanager
@@ -68,14 +78,21 @@ def _quiet(folder: Path) -> Iterator[None]:
     logging.disable()
     handler = signal.signal(signal.SIGVTALRM, _give_up)
     signal.setitimer(signal.ITIMER_VIRTUAL, HANG)
+    # Not ITIMER_REAL: that of pytest-timeout, or of libFuzzer.
+    alarm = (threading.get_ident(), signal.SIGVTALRM)
+    watchdog = threading.Timer(WAIT, signal.pthread_kill, alarm)
+    watchdog.daemon = True
+    watchdog.start()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             with contextlib.redirect_stderr(io.StringIO()):
-                _audit.folder = str(folder)
+                _audit.folder = os.path.realpath(folder)
                 yield
     finally:
         _audit.folder = None
+        watchdog.cancel()
+        watchdog.join()
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, handler)
         logging.disable(logging.NOTSET)
@@ -95,8 +112,8 @@ def _kibibytes(name: str) -> int:
     return int(status.partition(f"{name}:")[2].split(maxsplit=1)[0])
 
 
-def check(target: Target, data: bytes, folder: Path) -> None:
-    """Let ``target`` read ``data`` in ``folder``, which is emptied first.
+def check(target: Target, data: bytes, folder: Path) -> HvdtrainError | None:
+    """Let ``target`` read ``data`` in ``folder``, which is emptied first; return its error.
 
     Raises:
         BrokenPromiseError: it writes elsewhere, starts a process, or takes too long or too much.
@@ -105,12 +122,14 @@ def check(target: Target, data: bytes, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is measured anew
-    memory, began = _kibibytes("VmRSS"), time.process_time()
+    memory, began, refusal = _kibibytes("VmRSS"), time.process_time(), None
     with _quiet(folder):
         try:
             target.read(data, folder)
+        except SystemExit as error:
+            raise BrokenPromiseError(f"it ends the process with {error.code}") from error
         except HvdtrainError as error:
-            line = str(error)
+            refusal, line = error, str(error)
             if len(line.splitlines()) != 1 or not line.isprintable() or len(line) > 1.1 * LONGEST:
                 raise BrokenPromiseError(f"not one printable line: {line[:LONGEST]!r}") from error
     growth = _kibibytes("VmHWM") - memory
@@ -119,3 +138,4 @@ def check(target: Target, data: bytes, folder: Path) -> None:
         raise BrokenPromiseError(_audit.forbidden[0])
     if growth > GROWTH or seconds > SECONDS:
         raise BrokenPromiseError(f"{seconds:.1f} s, {growth / 2**10:.0f} MiB more memory")
+    return refusal

