@@ -624,8 +624,7 @@ def read_messages(data: bytes, folder: Path) -> None:
     detector = FailureDetector(0, [("node", "")] * 2, [])
     detector.on_report = Waits(0, ["node", "node"]).take
     patches = {"end_after_loss": partial(_end, "ended"), "speak": mock.Mock()}
-    closing = contextlib.closing(detector), contextlib.closing(detector.selector)
-    with here, there, closing[0], closing[1]:
+    with here, there, contextlib.closing(detector.selector), contextlib.closing(detector):
         there.sendall(data[:65536])
         there.shutdown(socket.SHUT_WR)
         with mock.patch.multiple(failure_detector, time=mock.Mock(), **patches):
