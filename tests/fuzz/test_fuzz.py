@@ -22,7 +22,7 @@ from tests.fuzz.mutate import mutate
 from tests.fuzz.targets import TARGETS, Target
 
 GROUPS = sorted({target.group for target in TARGETS.values()})
-INPUTS = 40  # mutated ones of each target
+INPUTS = 25  # mutated ones of each target
 HOUR = 3600
 
 
