@@ -310,7 +310,7 @@ def train_state(state: State) -> TrainState:
     """
     try:
         return msgspec.convert(state, TrainState)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a surrogate pair
         raise agreed(
             UsageError(
                 f"{state['path']} is not the checkpoint of a trainer ({error}). "

@@ -335,8 +335,7 @@ def read_checkpoint(state: bytes, folder: Path, tensors: bytes | None = None) ->
         checkpoint = checkpoints.load_newest(folder, check)
         assert checkpoint
         checkpoints.check_origin(checkpoint, ORIGIN)
-        with contextlib.suppress(UnicodeEncodeError):  # to be mended: of half a surrogate pair
-            train_state({**checkpoint.state, "path": str(checkpoint.path)})
+        train_state({**checkpoint.state, "path": str(checkpoint.path)})
         for tensor in checkpoint.model.values():
             assert np.asarray(tensor).shape == tensor.shape
             assert not tensor.shape or len(tensor[0:1]) <= 1
