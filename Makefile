@@ -109,7 +109,8 @@ soak: setup  ## what takes too long for test-all: faults again and again, all pa
 	python -m tests.faults.soak --data ../shared/data/mnist
 	python -m tests.faults.soak --data ../shared/data/mnist --framework tensorflow
 	python -m tests.fuzz all --seconds 600
-	HVDTRAIN_LONG=1 $(PYTEST) -s tests/faults/test_killed_saves.py tests/parallel/test_pairs.py
+	HVDTRAIN_LONG=1 $(PYTEST) -s tests/faults/test_killed_saves.py tests/parallel/test_pairs.py \
+	    tests/parallel/test_many_ranks.py
 	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/parallel/test_elastic*.py)
 	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/cluster/test_two_hosts.py) -k elastic
 	python -m benchmarks.memory

@@ -239,6 +239,7 @@ class TwoHosts:
         cable = subprocess.Popen([*words, str(delay), str(loss)], cwd=ROOT)
         try:
             yield
+            assert cable.poll() is None, "the cable has ended"
         finally:
             cable.kill()
             cable.wait()
