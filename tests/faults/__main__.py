@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdtrain.system.output.tables import table
 from tests.faults.job import STRATEGIES
-from tests.faults.run import Result, inject
+from tests.faults.run import Result, result_of
 from tests.faults.table import FAULTS
 
 
@@ -37,7 +37,7 @@ def main() -> int:
             strategy = possible[(number + time) % len(possible)]
             with tempfile.TemporaryDirectory() as folder:
                 seed = options.seed + 1000 * time + number
-                result = inject(name, strategy, Path(folder), seed)
+                result = result_of(name, strategy, Path(folder), seed)
             results.append(result)
             print(f"{len(results)}. {result}", flush=True)
             if options.lines:

@@ -6,10 +6,11 @@ import contextlib
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,15 +19,17 @@ import psutil
 from PIL import Image
 
 from hvdtrain.steps.checkpoint import newest_name
-from tests.cluster.hosts import TwoHosts
-from tests.conftest import ROOT, Outcome, end_session, environment, until
-from tests.faults.task import FAULT
+from tests.cluster.hosts import TwoHosts, send
+from tests.conftest import ROOT, Outcome, environment, until
+from tests.faults.task import FAULT, PACE
 
 STEPS, EVERY = 120, 5  # updates of a training, and between its checkpoints
-STRATEGIES: dict[str, tuple[str, ...]] = {
-    **{name: (f"--strategy={name}",) for name in ("horovod", "ddp", "zero", "fsdp", "mpi")},
-    "tensorflow": ("--framework=tensorflow",),
-    "pipeline": ("--strategy=pipeline",),
+TENSORFLOW = "--framework=tensorflow"
+STRATEGIES: dict[str, tuple[str, ...]] = {  # of five in a row one is TensorFlow's
+    **{name: (f"--strategy={name}",) for name in ("horovod", "ddp", "zero")},
+    "tensorflow": (TENSORFLOW,),
+    **{name: (f"--strategy={name}",) for name in ("fsdp", "mpi", "pipeline")},
+    "tensorflow-mpi": (TENSORFLOW, "--strategy=mpi"),
 }
 LAUNCHERS = {
     "mpirun": ("mpirun", "--oversubscribe", "-n", "2"),
@@ -36,6 +39,7 @@ LAUNCHERS = {
 OWN = ("hvdtrain.train", "tests/faults/task.py", "--batch-size=8")
 RESNET = ("hvdtrain.resnet", "--model=resnet18", "--image-size=32", "--workers=1", "--batch-size=2")
 SHARED_MEMORY = Path("/dev/shm")
+BIND = f'mount --bind "$0" {SHARED_MEMORY} && exec "$@"'
 
 
 @dataclass
@@ -49,19 +53,25 @@ class Job:
     strategy: str
     launcher: Sequence[str] = LAUNCHERS["mpirun"]
     extra: Mapping[str, str] = field(default_factory=dict)  # variables
-    options: Sequence[str] = ()
+    options: Sequence[str] = ("--quiet",)
     prefix: Sequence[str] = ()  # of the command
     seed: int = 0
     hosts: TwoHosts | None = None  # on which it runs; None: on this one
     training: Sequence[str] = OWN
+    images: bool = False  # train on images, which a process beside each rank reads
     steps: int = STEPS
     every: int = EVERY
+    pace: float = 0.02  # seconds of a step, at least
     process: subprocess.Popen[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
         self.temporary.mkdir(parents=True, exist_ok=True)
-        self.shared = names(SHARED_MEMORY)
+        self.shared.mkdir(exist_ok=True)
+        self.before = names(self.temporary), names(self.shared)
+        if self.images:
+            self.training = (*RESNET, f"--data={make_images(self.folder / 'images')}")
+            self.steps = STEPS // 4  # they take longer
 
     @property
     def checkpoints(self) -> Path:
@@ -72,6 +82,11 @@ class Job:
     def temporary(self) -> Path:
         """Return the directory for temporary files."""
         return self.folder / "tmp"
+
+    @property
+    def shared(self) -> Path:
+        """Return what the job sees as /dev/shm; only root can give it another one."""
+        return SHARED_MEMORY if os.geteuid() else self.folder / "shm"
 
     @property
     def request(self) -> Path:
@@ -94,11 +109,15 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.temporary),
             FAULT: str(self.request),
+            PACE: str(self.pace),
             **self.extra,
         }
+        prefix = ["env", "--default-signal=HUP"]
+        if self.shared != SHARED_MEMORY:
+            prefix += ["unshare", "--mount", "sh", "-c", BIND, str(self.shared)]
         with (self.folder / "output").open("w") as output:
             self.process = subprocess.Popen(
-                ["env", "--default-signal=HUP", *self.prefix, *self.launcher, *self.program],
+                [*prefix, *self.prefix, *self.launcher, *self.program],
                 cwd=ROOT,
                 env=environment(**variables),
                 stdin=subprocess.DEVNULL,
@@ -108,11 +127,20 @@ class Job:
                 start_new_session=True,
             )
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Start the job; kill what is left of it at the end."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.kill()
+
     @property
     def program(self) -> list[str]:
         """Return the command of each rank."""
         return [
-            *(sys.executable, "-m", *self.training, "--quiet"),
+            *(sys.executable, "-m", *self.training),
             *("--precision=fp64", "--epochs=99", f"--num-steps={self.steps}"),
             *(f"--checkpoint-every={self.every}", f"--checkpoint-dir={self.checkpoints}"),
             *STRATEGIES[self.strategy],
@@ -131,25 +159,30 @@ class Job:
         return self.newest
 
     def finish(self, seconds: float) -> Outcome:
-        """Wait for the end, at most so long; then kill what is left."""
+        """Wait for the end, at most so many seconds; return exit code and output."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end within {seconds} s:\n{self.output}") from None
-        return Outcome(code, "", self.output)
+        return Outcome(code, self.output, "")
 
-    def end(self) -> None:
-        """Kill what is left of the job."""
-        end_session(self.process.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10)
+    def kill(self) -> None:
+        """Kill the processes of the job, and those that they start meanwhile."""
+
+        def ended() -> bool:
+            members = self.members()
+            send(signal.SIGKILL, (process.pid for process in members))
+            return not members
+
+        until(ended, seconds=10)
+        self.process.wait(10)
 
     def members(self) -> list[psutil.Process]:
-        """Return the running processes of the job's session."""
+        """Return the running processes that the job started, in whichever session."""
         members = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                is_member = os.getsid(process.pid) == self.process.pid
+            with contextlib.suppress(psutil.Error, OSError):
+                is_member = process.environ().get(FAULT) == str(self.request)
                 if is_member and process.status() != psutil.STATUS_ZOMBIE:
                     members.append(process)
         return members
@@ -160,7 +193,7 @@ class Job:
         for process in self.members():
             with contextlib.suppress(psutil.Error):
                 words, variables = process.cmdline(), process.environ()
-                if "--quiet" in words and "OMPI_COMM_WORLD_RANK" in variables:
+                if "--precision=fp64" in words and "OMPI_COMM_WORLD_RANK" in variables:
                     rank = int(variables["OMPI_COMM_WORLD_RANK"])
                     parent = process.parent()
                     if parent is None or parent.name() != process.name():
@@ -168,7 +201,7 @@ class Job:
         return [ranks[rank] for rank in sorted(ranks)]
 
     def launchers(self, name: str) -> list[psutil.Process]:
-        """Return the processes of the session whose program is ``name``."""
+        """Return the processes of the job whose program is ``name``."""
         return [process for process in self.members() if process.name() == name]
 
     def left(self) -> dict[str, list[str]]:
@@ -179,10 +212,11 @@ class Job:
         return left
 
     def _left(self) -> dict[str, list[str]]:
+        temporary, shared = self.before
         left = {
             "processes": [str(process.pid) for process in self.members()],
-            "shared memory": sorted(names(SHARED_MEMORY) - self.shared),
-            "temporary files": sorted(names(self.temporary)),
+            "shared memory": sorted(names(self.shared) - shared),
+            "temporary files": sorted(names(self.temporary) - temporary),
             "locks": [path.name for path in hidden(self.checkpoints) if "lock" in path.name],
             "partial checkpoints": [
                 path.name for path in hidden(self.checkpoints) if "lock" not in path.name

@@ -16,7 +16,7 @@ from tests.faults.task import Faulty
 def build(options: Options) -> Task:
     """Return the task with samples whose loading fails on request."""
     task = WORKLOAD.build(options)
-    task.train = Faulty(task.train, pace=0.0)
+    task.train = Faulty(task.train)
     return task
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import shutil
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,9 @@ import numpy as np
 from hvdtrain.steps import checkpoint as checkpoints
 from tests.conftest import Outcome, until
 from tests.faults.job import LAUNCHERS, Job, lines
-from tests.faults.table import FAULTS, GOES_ON, images
+from tests.faults.table import FAULTS, GOES_ON, nothing
 from tests.parallel.conftest import Training
 
-OWN = {"processes", "locks", "partial checkpoints"}  # what hvdtrain itself must not leave
 TOLERANCE = 1e-9  # relative, in fp64
 
 
@@ -47,15 +46,13 @@ class Result:
 
 
 @functools.cache
-def undisturbed(strategy: str, *, reads_images: bool) -> dict[str, np.ndarray]:
+def undisturbed(strategy: str, *, images: bool) -> dict[str, np.ndarray]:
     """Return the tensors at the end of a training without faults."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        job = Job(Path(folder), strategy)
-        if reads_images:
-            stack.enter_context(images(job))
-        job.start()
-        outcome = job.finish(120)
-        assert outcome.code == 0, outcome.err
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder), strategy, images=images)
+        with job.running():
+            outcome = job.finish(120)
+        assert outcome.code == 0, outcome.out
         return end_of(job)
 
 
@@ -70,44 +67,53 @@ def step_of(checkpoint: str) -> int:
     return int(re.split("[-+]", checkpoint)[1])
 
 
-def inject(name: str, strategy: str, folder: Path, seed: int) -> Result:
+def check_saved(outcome: Outcome, job: Job) -> None:
+    """Check that a job that reports a save at its end has saved that step."""
+    if saved := re.search(r"stopped after step (\d+), saved", outcome.out):
+        assert int(saved[1]) == step_of(job.newest), f"{saved[0]} {job.newest}"
+
+
+def result_of(name: str, strategy: str, folder: Path, seed: int) -> Result:
     """Inject a fault; return what became of the training, also if that is a problem."""
     fault = FAULTS[name]
-    expected = undisturbed(strategy, reads_images="data loader" in name)
-    job = Job(folder, strategy, LAUNCHERS[fault.launcher], seed=seed)
+    launcher = LAUNCHERS[fault.launcher]
+    job = Job(folder, strategy, launcher, seed=seed, images=fault.images, pace=fault.pace)
     seconds, problem, lost = 0.0, "", 0
     left: dict[str, list[str]] = {}
-    outcome = None
+    outcome = Outcome(-1, "", "")
     try:
-        with fault.surroundings(job):
-            job.start()
-            before = job.wait_for_training()
-            fault.inject(job)
-            began = time.monotonic()
-            if GOES_ON in fault.codes and len(fault.codes) == 1:
+        expected = undisturbed(strategy, images=fault.images)
+        with fault.surroundings(job), job.running():
+            began, before = time.monotonic(), ""
+            if fault.inject is not nothing:
+                before = job.wait_for_training()
+                fault.inject(job)
+                began, before = time.monotonic(), job.newest or before
+            if fault.codes == (GOES_ON,):
                 until(lambda: job.newest > before, seconds=fault.seconds, detail=lambda: job.output)
                 seconds = time.monotonic() - began
             outcome = job.finish(60 if GOES_ON in fault.codes else fault.seconds)
             seconds = seconds or time.monotonic() - began
             left = job.left()
-        assert outcome.code in fault.codes, f"exit code {outcome.code}: {outcome.err[-3000:]}"
-        assert re.search(fault.report, outcome.err), f"no {fault.report!r} in {outcome.err[-3000:]}"
-        assert "Traceback" not in outcome.err or "user" in name, outcome.err[-3000:]
+        output = outcome.out[-3000:]
+        assert outcome.code in fault.codes, f"exit code {outcome.code}: {output}"
+        assert re.search(fault.report, "\n".join(lines(outcome.out))), (
+            f"no {fault.report!r}: {output}"
+        )
+        assert re.search(fault.output, outcome.out), f"no {fault.output!r}: {output}"
+        assert "Traceback" not in outcome.out or fault.traceback, output
         assert not (left and fault.clean) and "processes" not in left, f"left: {left}"
+        check_saved(outcome, job)
         if outcome.code != GOES_ON:
             intact = checkpoints.load_newest(job.checkpoints)
             lost = max(0, step_of(before) - (intact.state["step"] if intact else 0))
             assert lost <= fault.lost, f"{before} was saved, {intact and intact.path.name} is left"
-            resumed = Job(folder, strategy, training=job.training, steps=job.steps)
-            resumed.start()
-            try:
+            resumed = Job(folder, strategy, images=fault.images)
+            with resumed.running():
                 again = resumed.finish(120)
-                assert again.code == 0, f"resumed: exit code {again.code}: {again.err[-3000:]}"
-            finally:
-                resumed.end()
-            # Of killed processes Open MPI leaves temporary files and shared memory.
-            still = {kind: names for kind, names in resumed.left().items() if kind not in left}
-            assert not still and not resumed.left().keys() & OWN, f"left at the end: {still}"
+                still = resumed.left()  # except what Open MPI left of killed processes
+            assert again.code == 0, f"resumed: exit code {again.code}: {again.out[-3000:]}"
+            assert not still, f"left at the end: {still}"
         ended = end_of(job)
         assert ended.keys() == expected.keys()
         for key, value in expected.items():
@@ -115,16 +121,15 @@ def inject(name: str, strategy: str, folder: Path, seed: int) -> Result:
             assert difference <= TOLERANCE * float(np.linalg.norm(value)), f"{key}: {difference}"
     except AssertionError as error:
         problem = str(error) or repr(error)
-    finally:
-        job.end()
+    except Exception:  # of this row only
+        problem = traceback.format_exc()
     shutil.rmtree(job.temporary, ignore_errors=True)
-    output = outcome.err if outcome else job.output
-    reported = [line for line in lines(output) if re.search(fault.report, line)]
+    reported = [line for line in lines(outcome.out) if re.search(fault.report, line)]
     return Result(
         name,
         strategy,
         seconds,
-        outcome.code if outcome else -1,
+        outcome.code,
         (reported or [""])[0][:200],
         lost,
         ", ".join(f"{len(names)} {kind}" for kind, names in left.items()),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,17 +19,22 @@ from typing import Any
 
 import psutil
 
-from hvdtrain.steps.checkpoint import newest_name
+from hvdtrain.steps.checkpoint import load_newest, newest_name
 from tests.cluster.hosts import TwoHosts
 from tests.conftest import BIN, executable, until
-from tests.faults.job import EVERY, RESNET, STEPS, STRATEGIES, Job, make_images
+from tests.faults.job import EVERY, STRATEGIES, Job
 
 GOES_ON, STOPPED = 0, 75
 RANK = 1  # that has the fault
-PAUSE = 20.0  # seconds for which a process is suspended
+SUSPENDED = 20.0  # seconds for which a process is suspended
+LONG_PACE = 0.25  # seconds of a step for that
 READERS = ("horovod", "ddp", "zero", "fsdp", "mpi")  # whose images are read by processes
-NAMED = rf"rank {RANK}\b"
-ENDED = rf"{NAMED}|@1,{RANK}\]"  # by hvdtrain or by mpirun
+NAMED = rf"rank {RANK} on {re.escape(socket.gethostname())}"
+FAILED = rf"{NAMED}, step \d+: "
+LOST = rf"step \d+: {NAMED} exited unexpectedly"
+ENDED = rf"{LOST}|process rank {RANK} with PID|@1,{RANK}\]"  # by hvdtrain or mpirun
+SILENT = rf"host ht\d+-host2 \(rank {RANK}\) has not answered for 15 s"
+REMOVED = "was removed during the training|cannot be written"
 KILLED = 128 + signal.SIGKILL
 
 Inject = Callable[[Job], None]
@@ -40,13 +47,17 @@ class Fault:
 
     inject: Inject
     codes: Sequence[int]  # of the launcher; GOES_ON: the training goes on
-    report: str = ""  # regular expression of what the output must contain
+    report: str = ""  # regular expression of what a line of hvdtrain must contain
     seconds: float = 12  # maximum until the job is over or saves again
     launcher: str = "mpirun"
     strategies: Sequence[str] = tuple(STRATEGIES)
     surroundings: Surroundings = lambda job: contextlib.nullcontext()
     clean: bool = True  # whether nothing at all may be left behind; otherwise no process may
     lost: int = 0  # maximum number of saved updates that are lost
+    output: str = ""  # regular expression of what any line must contain
+    traceback: bool = False  # whether the output may contain one
+    images: bool = False  # whether the training is on images
+    pace: float = Job.pace  # so that the training does not end during the fault
 
 
 def signal_rank(number: signal.Signals) -> Inject:
@@ -65,7 +76,7 @@ def suspend(find: Callable[[Job], psutil.Process]) -> Inject:
     def inject(job: Job) -> None:
         process = find(job)
         process.suspend()
-        time.sleep(PAUSE)
+        time.sleep(SUSPENDED)
         process.resume()
 
     return inject
@@ -78,6 +89,7 @@ def ask(kind: str) -> Inject:
         part = job.request.with_suffix(".part")
         part.write_text(f"{kind} {RANK}")
         part.rename(job.request)
+        until(lambda: not job.request.exists(), seconds=10, detail=lambda: job.output)
 
     return inject
 
@@ -86,45 +98,47 @@ def ask(kind: str) -> Inject:
 
 
 @contextlib.contextmanager
-def disk(job: Job, size: str = "64m") -> Iterator[None]:
-    """Mount a file system for the checkpoints."""
-    job.checkpoints.mkdir(exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(job.checkpoints)]
-    subprocess.run(mount, check=True)
+def mounted(folder: Path) -> Iterator[None]:
+    """Mount a file system of 64 MiB at a folder."""
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], check=True)
     try:
         yield
     finally:
-        saved = job.folder / "saved"
-        if os.path.ismount(job.checkpoints):
-            shutil.copytree(job.checkpoints, saved)
-            subprocess.run(["umount", "--lazy", str(job.checkpoints)], check=True)
-        if saved.exists():  # for the job that resumes
-            shutil.copytree(saved, job.checkpoints, dirs_exist_ok=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def fill(job: Job) -> None:
-    """Fill the disk."""
-    with contextlib.suppress(OSError), (job.checkpoints / "full").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+@contextlib.contextmanager
+def disk(job: Job) -> Iterator[None]:
+    """Mount a file system for the checkpoints, and copy them for the job that resumes."""
+    job.options = ()  # with warnings
+    saved = job.folder / "saved"
+    with mounted(job.checkpoints):
+        yield
+        shutil.copytree(job.checkpoints, saved)
+    shutil.copytree(saved, job.checkpoints, dirs_exist_ok=True)
+
+
+def fill(folder: Path) -> None:
+    """Fill the file system of a folder."""
+    try:
+        with (folder / "full").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
 
 
 def make_read_only(job: Job) -> None:
     """Make the disk read-only, as the kernel does after errors; the files stay open meanwhile."""
     words = ["mount", "-o", "remount,ro", str(job.checkpoints)]
-    while subprocess.run(words, stderr=subprocess.DEVNULL).returncode:
-        time.sleep(0.01)
+    until(lambda: not subprocess.run(words, stderr=subprocess.DEVNULL).returncode, seconds=10)
 
 
 def unmount(job: Job) -> None:
-    """Take the disk away."""
-    shutil.copytree(job.checkpoints, job.folder / "saved", ignore=lambda _, names: hidden(names))
-    subprocess.run(["umount", "--lazy", str(job.checkpoints)], check=True)
-
-
-def hidden(names: Sequence[str]) -> list[str]:
-    """Return the names that begin with a dot."""
-    return [name for name in names if name.startswith(".")]
+    """Take the disk away from the job."""
+    enter = ["nsenter", "--mount", "--target", str(job.process.pid)]
+    subprocess.run([*enter, "umount", "--lazy", str(job.checkpoints)], check=True)
 
 
 SLOW = """\
@@ -168,17 +182,24 @@ def slow_disk(job: Job) -> Iterator[None]:
     yield
 
 
+def check_library(job: Job, name: str = "slow.so") -> None:
+    """Check that all ranks have loaded the library."""
+    for rank in job.ranks():
+        assert any(Path(memory.path).name == name for memory in rank.memory_maps()), rank
+
+
 def damage(change: Callable[[Job, Path], None]) -> Inject:
     """Return a function that kills all ranks and damages a file of the newest checkpoint."""
 
     def inject(job: Job) -> None:
         until(lambda: len(list(job.checkpoints.glob("step-*"))) > 1, job.process)
-        for process in job.members():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        job.process.wait(10)
-        checkpoint = job.checkpoints / (newest_name(job.checkpoints) or "")
-        change(job, job.chance.choice(sorted(checkpoint.iterdir())))
+        job.kill()
+        *_, intact, newest = sorted(job.checkpoints.glob("step-*"))
+        file = job.chance.choice(sorted(newest.iterdir()))
+        change(job, file)
+        if not file.name.endswith(".index.json"):  # only other programs read that
+            loaded = load_newest(job.checkpoints)
+            assert loaded and loaded.path == intact, f"{file}: {loaded and loaded.path}"
 
     return inject
 
@@ -203,28 +224,22 @@ def replace(_: Job, file: Path) -> None:
 
 def remove(job: Job) -> None:
     """Remove the directory of the checkpoints, while the training writes to it."""
-    shutil.copytree(job.checkpoints, job.folder / "saved", ignore=lambda _, names: hidden(names))
+    newest = job.newest
+    shutil.copytree(job.checkpoints / newest, job.folder / "saved" / newest)
     while job.checkpoints.exists():
         shutil.rmtree(job.checkpoints, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def kept(job: Job) -> Iterator[None]:
-    """Put the removed checkpoints back for the job that resumes."""
+    """Put the removed checkpoint back for the job that resumes."""
+    job.options = ()  # with warnings
     yield
     if not newest_name(job.checkpoints):
         shutil.copytree(job.folder / "saved", job.checkpoints, dirs_exist_ok=True)
 
 
 # Faults of a data loader.
-
-
-@contextlib.contextmanager
-def images(job: Job) -> Iterator[None]:
-    """Train on images, which a process beside each rank reads."""
-    job.training = (*RESNET, f"--data={make_images(job.folder / 'images')}")
-    job.steps = STEPS // 4  # they take longer
-    yield
 
 
 def kill_worker(job: Job) -> None:
@@ -265,12 +280,12 @@ def two_hosts(job: Job) -> Iterator[None]:
         hosts.stop()
 
 
-def on_hosts(what: Callable[[TwoHosts], None]) -> Inject:
-    """Return a function that does something to the hosts of a job."""
+def on_hosts(change: Callable[[TwoHosts], None]) -> Inject:
+    """Return a function that changes the hosts of a job."""
 
     def inject(job: Job) -> None:
         assert job.hosts
-        what(job.hosts)
+        change(job.hosts)
 
     return inject
 
@@ -293,21 +308,6 @@ def cut_and_mend(hosts: TwoHosts) -> None:
 
 
 # Faults of the machine.
-
-
-@contextlib.contextmanager
-def own_shared_memory(job: Job) -> Iterator[None]:
-    """Give the job a /dev/shm of its own."""
-    mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" "$@"'
-    job.prefix = ["unshare", "--mount", "sh", "-c", mount]
-    yield
-
-
-def fill_shared_memory(job: Job) -> None:
-    """Fill the job's /dev/shm."""
-    fill = "dd if=/dev/zero of=/dev/shm/full bs=64k 2>/dev/null"
-    enter = ["nsenter", "--mount", "--target", str(job.ranks()[0].pid)]
-    subprocess.run([*enter, "sh", "-c", fill], check=False)
 
 
 CLOCK = """\
@@ -364,6 +364,7 @@ def false_clock(job: Job) -> Iterator[None]:
 
 def set_clock(job: Job) -> None:
     """Set the clock forth and back by an hour."""
+    check_library(job, "clock.so")
     with (job.folder / "clock").open("r+b", buffering=0) as clock:
         for shift in (3600, -3600, 0):
             clock.seek(0)
@@ -377,13 +378,12 @@ def start_another(job: Job) -> None:
     other.options = (f"--checkpoint-dir={job.checkpoints}",)
     for rank in job.ranks():
         rank.suspend()
-    other.start()
     try:
-        outcome = other.finish(60)
+        with other.running():
+            outcome = other.finish(60)
         assert outcome.code == 2, outcome
-        assert "is in use by another training" in outcome.err, outcome.err
+        assert "is in use by another training" in outcome.out, outcome.out
     finally:
-        other.end()
         for rank in job.ranks():
             rank.resume()
 
@@ -397,7 +397,7 @@ def broken_batch_system(script: str) -> Surroundings:
         programs.mkdir()
         nodes = job.folder / "nodes"
         nodes.write_text(f"{socket.gethostname()}\n" * 2)
-        executable(programs / "qstat", f"#!/bin/sh\n{script}\n")
+        executable(programs / "qstat", f"#!/bin/sh\ntouch {job.folder}/called\n{script}\n")
         job.extra = {
             "PATH": os.pathsep.join([str(programs), str(BIN), os.environ["PATH"]]),
             "PBS_JOBID": "7.server",
@@ -405,6 +405,7 @@ def broken_batch_system(script: str) -> Surroundings:
             "PBS_NODEFILE": str(nodes),
         }
         yield
+        assert (job.folder / "called").exists(), "qstat was not called"
 
     return surroundings
 
@@ -414,27 +415,39 @@ def nothing(_: Job) -> None:
 
 
 ON_HOSTS: dict[str, Any] = {"surroundings": two_hosts, "clean": False}
+SAVED = r"stopped after step \d+, saved"
 FAULTS: Mapping[str, Fault] = {
-    "rank: SIGKILL": Fault(signal_rank(signal.SIGKILL), (1, KILLED), NAMED, clean=False),
-    "rank: SIGTERM": Fault(signal_rank(signal.SIGTERM), (STOPPED,), "SIGTERM"),
-    "rank: SIGINT": Fault(signal_rank(signal.SIGINT), (STOPPED,), "SIGINT|Ctrl-C"),
+    "rank: SIGKILL": Fault(signal_rank(signal.SIGKILL), (1, KILLED), output=ENDED, clean=False),
     "rank: SIGHUP": Fault(signal_rank(signal.SIGHUP), (GOES_ON,)),
-    "rank: SIGUSR1": Fault(signal_rank(signal.SIGUSR1), (STOPPED,), "SIGUSR1"),
-    "rank: SIGUSR2": Fault(signal_rank(signal.SIGUSR2), (STOPPED,), "SIGUSR2"),
-    "rank: suspended for 20 s": Fault(suspend(lambda job: job.ranks()[RANK]), (GOES_ON,)),
+    **{
+        f"rank: {number.name}": Fault(
+            signal_rank(number), (STOPPED,), f"{number.name} on rank {RANK}: {SAVED}"
+        )
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    },
+    "rank: suspended for 20 s": Fault(
+        suspend(lambda job: job.ranks()[RANK]), (GOES_ON,), pace=LONG_PACE
+    ),
     "rank: suspended for ever": Fault(
         signal_rank(signal.SIGSTOP), (124,), "no output", 30, "timeout", clean=False
     ),
     "mpirun: SIGKILL": Fault(
         signal_launcher("prterun", signal.SIGKILL), (-signal.SIGKILL,), clean=False
     ),
-    "mpirun: SIGTERM": Fault(signal_launcher("prterun", signal.SIGTERM), range(1, 256), "SIGTERM"),
-    "mpirun: SIGINT": Fault(signal_launcher("prterun", signal.SIGINT), range(1, 256), "SIGTERM"),
-    "mpirun: SIGHUP": Fault(signal_launcher("prterun", signal.SIGHUP), range(1, 256)),
-    "mpirun: SIGUSR1": Fault(signal_launcher("prterun", signal.SIGUSR1), (STOPPED,), "SIGUSR1"),
-    "mpirun: SIGUSR2": Fault(signal_launcher("prterun", signal.SIGUSR2), (STOPPED,), "SIGUSR2"),
+    **{
+        f"mpirun: {number.name}": Fault(
+            signal_launcher("prterun", number), range(1, 256), f"SIGTERM: {SAVED}"
+        )
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    },
+    **{
+        f"mpirun: {number.name}": Fault(
+            signal_launcher("prterun", number), (STOPPED,), f"{number.name}: {SAVED}"
+        )
+        for number in (signal.SIGUSR1, signal.SIGUSR2)
+    },
     "mpirun: suspended for 20 s": Fault(
-        suspend(lambda job: job.launchers("prterun")[0]), (GOES_ON,)
+        suspend(lambda job: job.launchers("prterun")[0]), (GOES_ON,), pace=LONG_PACE
     ),
     "launch: SIGKILL": Fault(
         signal_launcher("hvdtrain", signal.SIGKILL),
@@ -442,69 +455,85 @@ FAULTS: Mapping[str, Fault] = {
         launcher="launch",
         clean=False,
     ),
-    "launch: SIGTERM": Fault(
-        signal_launcher("hvdtrain", signal.SIGTERM), (STOPPED,), "SIGTERM", launcher="launch"
-    ),
-    "launch: SIGINT": Fault(
-        signal_launcher("hvdtrain", signal.SIGINT), (STOPPED,), "SIGINT|Ctrl-C", launcher="launch"
-    ),
-    "launch: SIGHUP": Fault(
-        signal_launcher("hvdtrain", signal.SIGHUP), (STOPPED, 129), launcher="launch"
-    ),
-    "launch: SIGUSR1": Fault(
-        signal_launcher("hvdtrain", signal.SIGUSR1), (STOPPED,), "SIGUSR1", launcher="launch"
-    ),
-    "launch: SIGUSR2": Fault(
-        signal_launcher("hvdtrain", signal.SIGUSR2), (STOPPED,), "SIGUSR2", launcher="launch"
-    ),
+    **{
+        f"launch: {number.name}": Fault(
+            signal_launcher("hvdtrain", number),
+            (STOPPED,),
+            f"{number.name}: {SAVED}",
+            launcher="launch",
+        )
+        for number in (
+            *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+            *(signal.SIGUSR1, signal.SIGUSR2),
+        )
+    },
     "launch: suspended for 20 s": Fault(
-        suspend(lambda job: job.launchers("hvdtrain")[0]), (GOES_ON,), launcher="launch"
+        suspend(lambda job: job.launchers("hvdtrain")[0]),
+        (GOES_ON,),
+        launcher="launch",
+        pace=LONG_PACE,
     ),
     "daemon: SIGKILL": Fault(
-        signal_launcher("prted", signal.SIGKILL), range(1, 256), "", 30, "launch", **ON_HOSTS
+        signal_launcher("prted", signal.SIGKILL),
+        range(1, 256),
+        "exited unexpectedly|lost",
+        30,
+        "launch",
+        **ON_HOSTS,
     ),
     "daemon: suspended for 20 s": Fault(
-        suspend(lambda job: job.launchers("prted")[0]), (GOES_ON,), **ON_HOSTS
+        suspend(lambda job: job.launchers("prted")[0]), (GOES_ON,), pace=LONG_PACE, **ON_HOSTS
     ),
-    "host: cut off": Fault(
-        on_hosts(TwoHosts.cut), range(1, 256), "has not answered for 15 s", 45, **ON_HOSTS
+    "host: cut off": Fault(on_hosts(TwoHosts.cut), range(1, 256), SILENT, 45, **ON_HOSTS),
+    "host: off": Fault(on_hosts(TwoHosts.power_off), range(1, 256), SILENT, 45, **ON_HOSTS),
+    "host: cut off for 5 s": Fault(on_hosts(cut_and_mend), (GOES_ON,), pace=0.1, **ON_HOSTS),
+    "host: 200 ms slow": Fault(impair(delay=0.2), (GOES_ON,), pace=0.1, **ON_HOSTS),
+    "host: 5 % of packets lost": Fault(impair(loss=0.05), (GOES_ON,), pace=0.1, **ON_HOSTS),
+    "disk: full": Fault(
+        lambda job: fill(job.checkpoints), (1,), "No space left", surroundings=disk
     ),
-    "host: off": Fault(
-        on_hosts(TwoHosts.power_off), range(1, 256), "has not answered for 15 s", 45, **ON_HOSTS
-    ),
-    "host: cut off for 5 s": Fault(on_hosts(cut_and_mend), (GOES_ON,), **ON_HOSTS),
-    "host: 200 ms slow": Fault(impair(delay=0.2), (GOES_ON,), **ON_HOSTS),
-    "host: 5 % of packets lost": Fault(impair(loss=0.05), (GOES_ON,), **ON_HOSTS),
-    "disk: full": Fault(fill, (1,), "No space left", surroundings=disk),
     "disk: read-only": Fault(make_read_only, (1,), "Read-only", surroundings=disk, clean=False),
-    "disk: vanished": Fault(unmount, (0, 1), surroundings=disk, clean=False),
-    "disk: slow, 2 ms per call": Fault(nothing, (GOES_ON,), surroundings=slow_disk),
+    "disk: vanished": Fault(unmount, (0, 1), REMOVED, surroundings=disk, clean=False),
+    "disk: slow, 2 ms per call": Fault(check_library, (GOES_ON,), surroundings=slow_disk),
     "disk: a bit flipped": Fault(damage(flip), (-signal.SIGKILL,), clean=False, lost=EVERY),
     "disk: half a file": Fault(damage(halve), (-signal.SIGKILL,), clean=False, lost=EVERY),
     "disk: another file's content": Fault(
         damage(replace), (-signal.SIGKILL,), clean=False, lost=EVERY
     ),
-    "disk: directory removed": Fault(remove, (0, 1), surroundings=kept, clean=False),
-    "user's code: exception": Fault(ask("exception"), (1,), NAMED),
-    "user's code: hang": Fault(ask("hang"), (124,), "no output", 30, "timeout", clean=False),
-    "user's code: sys.exit": Fault(ask("exit"), (3, 1), NAMED),
-    "user's code: os._exit": Fault(ask("end"), (3, 1), ENDED, clean=False),
-    "user's code: segmentation fault": Fault(ask("segmentation"), (1, 139), NAMED, clean=False),
-    "user's code: out of memory": Fault(ask("memory"), (1,), NAMED),
-    "user's code: NaN": Fault(ask("nan"), (1,), "finite"),
-    "user's code: no descriptors left": Fault(ask("descriptors"), (0, 1)),
-    "data loader: worker killed": Fault(
-        kill_worker, (1,), NAMED, strategies=READERS, surroundings=images
+    "disk: directory removed": Fault(remove, (0, 1), REMOVED, surroundings=kept, clean=False),
+    "user's code: exception": Fault(
+        ask("exception"), (1,), FAILED + "failed: RuntimeError", traceback=True
     ),
-    "machine: /dev/shm full": Fault(fill_shared_memory, (GOES_ON,), surroundings=own_shared_memory),
+    "user's code: hang": Fault(ask("hang"), (124,), "no output", 30, "timeout", clean=False),
+    "user's code: sys.exit": Fault(ask("exit"), (3, 1), FAILED + "the program called sys.exit"),
+    "user's code: os._exit": Fault(ask("end"), (3, 1), output=ENDED, clean=False),
+    "user's code: segmentation fault": Fault(
+        ask("segmentation"), (1, 139), output=ENDED, clean=False
+    ),
+    "user's code: out of memory": Fault(ask("memory"), (1,), FAILED, traceback=True),
+    "user's code: NaN": Fault(ask("nan"), (1,), rf"step \d+ .*finite.*{NAMED}"),
+    "user's code: no descriptors left": Fault(
+        ask("descriptors"), (0, 1), output=r"\d+ files are open", traceback=True
+    ),
+    "data loader: worker killed": Fault(kill_worker, (1,), FAILED, strategies=READERS, images=True),
+    "machine: /dev/shm full": Fault(
+        lambda job: fill(job.shared),
+        (2,),
+        "/dev/shm on .* is full",
+        strategies=READERS,
+        surroundings=lambda job: mounted(job.shared),
+        clean=False,
+        images=True,
+    ),
     "machine: clock set by an hour": Fault(set_clock, (GOES_ON,), surroundings=false_clock),
     "directory: another job": Fault(start_another, (GOES_ON,)),
     "batch system: qstat hangs": Fault(
-        nothing, (GOES_ON,), surroundings=broken_batch_system("sleep 1000")
+        nothing, (GOES_ON,), seconds=30, surroundings=broken_batch_system("sleep 1000")
     ),
     "batch system: qstat answers rubbish": Fault(
         nothing,
         (GOES_ON,),
+        seconds=30,
         surroundings=broken_batch_system("head -c 100000 /dev/urandom; exit 0"),
     ),
 }

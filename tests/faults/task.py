@@ -25,7 +25,7 @@ from hvdtrain.tasks.task import Task
 
 FAULT = "HVDTRAIN_TEST_FAULT"  # variable: path of the file
 RECORD = "HVDTRAIN_TEST_SAMPLES"  # variable: folder of the records of the samples
-PACE = 0.02  # seconds of a step, at least
+PACE = "HVDTRAIN_TEST_PACE"  # variable: seconds of a step, at least
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 FILES = {"pytorch": "own_task.py", "tensorflow": "own_task_tf.py"}
 
@@ -81,9 +81,9 @@ class Faulty(Dataset):
     A record is a row of epoch, consumed samples, number of indices, and the indices of this rank.
     """
 
-    def __init__(self, whole: Dataset, pace: float = PACE) -> None:
+    def __init__(self, whole: Dataset) -> None:
         self.whole, self.samples, self.digest = whole, whole.samples, whole.digest
-        self.pace = pace
+        self.pace = float(os.environ[PACE])
         self.file = Path(os.environ[FAULT])
         self.rank = next(
             os.environ[key]

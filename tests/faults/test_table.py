@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONG
-from tests.faults.run import inject
+from tests.faults.run import result_of
 from tests.faults.table import FAULTS
 
-SHORT = ("disk: directory removed", "user's code: no descriptors left")
+SHORT = ("rank: SIGKILL", "disk: directory removed")
 
 
 @pytest.mark.parametrize("name", FAULTS if LONG else SHORT)
 def test_nothing_is_lost(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:  # short, as that of a scratch directory must be
-        result = inject(name, FAULTS[name].strategies[0], Path(folder), seed=len(name))
+        result = result_of(name, FAULTS[name].strategies[0], Path(folder), seed=len(name))
     assert not result.problem, result.problem
