@@ -476,7 +476,7 @@ FAULTS: Mapping[str, Fault] = {
     "daemon: SIGKILL": Fault(
         signal_launcher("prted", signal.SIGKILL),
         range(1, 256),
-        "exited unexpectedly|lost",
+        r"host ht\d+-host2 was lost",
         30,
         "launch",
         **ON_HOSTS,
