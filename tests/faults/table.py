@@ -29,7 +29,8 @@ RANK = 1  # that has the fault
 SUSPENDED = 20.0  # seconds for which a process is suspended
 LONG_PACE = 0.25  # seconds of a step for that
 READERS = ("horovod", "ddp", "zero", "fsdp", "mpi")  # whose images are read by processes
-NAMED = rf"rank {RANK} on {re.escape(socket.gethostname())}"
+HOST = re.escape(socket.gethostname())
+NAMED = rf"rank {RANK} on {HOST}"
 FAILED = rf"{NAMED}, step \d+: "
 LOST = rf"step \d+: {NAMED} exited unexpectedly"
 ENDED = rf"{LOST}|process rank {RANK} with PID|@1,{RANK}\]"  # by hvdtrain or mpirun
@@ -511,7 +512,7 @@ FAULTS: Mapping[str, Fault] = {
         ask("segmentation"), (1, 139), output=ENDED, clean=False
     ),
     "user's code: out of memory": Fault(ask("memory"), (1,), FAILED, traceback=True),
-    "user's code: NaN": Fault(ask("nan"), (1,), rf"step \d+ .*finite.*{NAMED}"),
+    "user's code: NaN": Fault(ask("nan"), (1,), rf"step \d+ .*finite.*{HOST} \(rank {RANK}\)"),
     "user's code: no descriptors left": Fault(
         ask("descriptors"), (0, 1), output=r"\d+ files are open", traceback=True
     ),
