@@ -115,14 +115,13 @@ class DirectoryLock:
             CheckpointError: another training has taken it.
         """
         with contextlib.suppress(OSError):  # the save itself reports the error
-            if not self.directory.exists():
-                self.directory.mkdir(parents=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if self._create():
                 log.warning(
-                    "the checkpoint directory %s was removed during the training, with its "
-                    "content: it is created again",
+                    "the checkpoint directory %s was removed during the training, or emptied, or "
+                    "its file system unmounted: checkpoints are now saved without the earlier ones",
                     self.directory,
                 )
-            self._create()
         holder = _read_holder(self.path)
         if holder and holder[0] and holder[0].token != self.owner.token:
             raise CheckpointError(
