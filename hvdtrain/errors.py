@@ -23,7 +23,7 @@ LONGEST = 2000  # characters of a message; what to do is at its end
 
 
 def escaped(text: str, keep: str = "") -> str:
-    """Return ``text`` with its unprintable characters as escapes, except for those to ``keep``."""
+    """Return ``text`` with its unprintable characters as escapes, except those in ``keep``."""
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 

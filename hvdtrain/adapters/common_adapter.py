@@ -172,7 +172,7 @@ class CommonAdapter(StateAdapter):
     def flags_agreed(self) -> Flags:
         """For each flag, whether any rank had set it at the last step; equal on all ranks.
 
-        Several ranks that sum no gradients do not know it; some may be saving.
+        Ranks that sum no gradients cannot know it: some may be saving.
         """
         unsummed = Flags(self.stop_wanted, saving=self.is_saving or self.world.size > 1)
         agreed = [optimizer.flags for optimizer in self.gradient_sums] or [unsummed]

@@ -33,9 +33,10 @@ Result = TypeVar("Result")
 
 
 class _Stage(Generic[Result]):
-    """An action of this rank, without messages: in a thread from now on, or when it is waited for.
+    """An action of this rank: done by a thread from now on, or when its result is needed.
 
-    A daemon thread, as a program that fails must not wait for a disk.
+    In a thread it must not send messages. The thread is a daemon, since a program that fails must
+    not wait for a disk.
     """
 
     def __init__(self, action: Callable[[], Result], *, in_background: bool) -> None:
@@ -75,7 +76,7 @@ class Save:
         waits: counts the calls of all ranks.
         all_have_written: function that returns whether, at the last update, no rank was writing.
         in_background: whether to write in a thread; otherwise the files are written in ``wait``.
-        must_stop: function that returns whether this process was told to stop: it may be killed.
+        must_stop: function that returns whether a stop was requested: this process may be killed.
     """
 
     def __init__(
@@ -98,10 +99,10 @@ class Save:
         self._in_background = in_background
         self._contribution: Contribution | None = contribution
         self._writing: _Stage[tuple[list[Written], Mapping[str, bytes]]] | None = None
-        self._committing: _Stage[Path | None] | None = None
+        self._committing: _Stage[Path] | None = None  # done on rank 0
         self._path: Path | None = None
         self._error: HvdtrainError | None = None
-        self.is_reported = False  # that it is complete, or its error was raised
+        self.is_reported = False  # whether it is complete, or its error was raised
         try:
             begun = communicator.on_root(lambda: checkpoints.begin(directory, self.step))
         except CheckpointError as error:
@@ -188,9 +189,7 @@ class Save:
         files = [file for row in rows for file in row]
         folder, state, keep = self._folder, self._state, self._keep
 
-        def commit() -> Path | None:
-            if not self._communicator.is_root:
-                return None
+        def commit() -> Path:
             path = checkpoints.commit(folder, files, state, keep)
             # Recorded at once: if a rank is lost now, the error message names this path.
             process_status.checkpoint = str(path)
@@ -199,7 +198,7 @@ class Save:
         in_background = self._in_background and self._communicator.is_root
         self._committing = _Stage(commit, in_background=in_background)
 
-    def _share(self, committing: _Stage[Path | None]) -> None:
+    def _share(self, committing: _Stage[Path]) -> None:
         """Send the path of the complete checkpoint to all ranks."""
         path = self._communicator.on_root(committing.result)
         sent = self._communicator.broadcast_bytes(os.fsencode(str(path)))

@@ -44,14 +44,14 @@ class StateAdapter(Adapter):
     communicator: Communicator
     kinds: tuple[tuple[str, type], ...]  # name and class of the framework's models and optimizers
     whole_view: type[StateView]  # of the framework's models
-    stop_wanted = False  # whether this process was told to stop, e.g. by a signal
+    stop_wanted = False  # whether a stop was requested, e.g. by a signal
 
     def __init__(self) -> None:
         self._seen = 0  # samples that this rank has trained on, including those before a resume
         self.waits = Waits(0, [])  # until the world is known
         self.rank_buffers: Arrays = {}  # of a loaded checkpoint, until this rank trains on
         self._save: Save | None = None  # the newest
-        self._warns = False  # at the end of the program, if it is not complete
+        self._warns = False  # whether `_warn_unfinished` is called when the program ends
         self._copies: HostCopies | None = None
         self._is_short = False  # the memory of a host, for the copies
 
@@ -171,7 +171,8 @@ class StateAdapter(Adapter):
         """Allocate the memory for saving in the background; all ranks must call it.
 
         Otherwise the first save does, which then takes twice as long. Call it after an update, with
-        which an optimizer has all of its state. It has no effect after the first call.
+        which an optimizer has all of its state. It has no effect while a checkpoint is being saved,
+        or if the memory is allocated already.
         """
         in_use = self._save is not None and not self._save.is_over
         if in_use or self._copies or self._is_short:

@@ -66,7 +66,7 @@ class Contribution:
 
 
 class HostCopies:
-    """Copies of arrays in host memory, which is reused when the save before is over."""
+    """Copies of arrays in host memory, which the next save reuses when this one is over."""
 
     def __init__(self) -> None:
         self._copies: Arrays = {}
@@ -163,7 +163,7 @@ class StateView(ABC):
         return sum(value.nbytes for value in (*arrays.model.values(), *arrays.training.values()))
 
     def fill(self, optimizer: Any, copies: HostCopies) -> None:
-        """Allocate ``copies`` by copying what ``contribute`` does."""
+        """Allocate ``copies`` by copying the state, as ``contribute`` does."""
         copies.copies(self.export(optimizer))
 
     def contribute(

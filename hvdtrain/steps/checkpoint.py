@@ -153,8 +153,8 @@ def _order(name: str) -> tuple[int, int]:
 def remove_partial(directory: Path) -> None:
     """Remove leftovers of killed saves; call it on the writing rank only.
 
-    A thread may be about to rename one to its final name: it is renamed before it is removed, so
-    that either is done, but not half of both.
+    A thread may be about to give one its final name. So each is renamed before it is removed: the
+    thread either comes first, and the checkpoint is complete, or fails.
     """
     for entry in directory.glob(f"{PARTIAL}{PREFIX}*"):
         removed = entry.with_name(entry.name.removesuffix(REMOVED) + REMOVED)

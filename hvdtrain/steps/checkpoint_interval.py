@@ -62,7 +62,7 @@ def losses(
     """
     late = latency - cost
     exponent = (interval + cost) / between
-    # 1 / (exp(x) - 1), written such that nothing overflows if each step fails.
-    attempts = math.exp(-exponent) / -math.expm1(-exponent)
-    goodput = interval / between * math.exp(-(restart + late) / between) * attempts
+    # 1 / (exp(exponent) - 1), without an overflow if each step fails.
+    inverse = math.exp(-exponent) / -math.expm1(-exponent)
+    goodput = interval / between * math.exp(-(restart + late) / between) * inverse
     return Losses(lost_seconds=interval / 2 + late, goodput=goodput)

@@ -119,7 +119,7 @@ class DirectoryLock:
             if self._create():
                 log.warning(
                     "the checkpoint directory %s was removed during the training, or emptied, or "
-                    "its file system unmounted: checkpoints are now saved without the earlier ones",
+                    "its file system unmounted: earlier checkpoints are gone, new ones are saved",
                     self.directory,
                 )
         holder = _read_holder(self.path)

@@ -78,7 +78,7 @@ class Saves:
     waited: float = 0.0
     """Of these, until an earlier save was complete."""
     cost: float | None = None
-    """Mean in which a save stopped the training, without the last one, which is waited for."""
+    """Mean in which a save stopped the training; the last, waited for, counts only if alone."""
     longest: float = 0.0
     """Maximum from the call until a checkpoint was complete."""
     every: Count | None = None

@@ -87,7 +87,7 @@ def claim_folder(folder: Path, name: str = "") -> None:
 
 
 def _owns_new_files(folder: Path) -> bool:
-    """Return whether new files get the owner of ``folder``, as where NFS maps users to nobody."""
+    """Return whether new files get the owner of ``folder``, as if NFS maps all to nobody."""
     status = folder.lstat()
     if stat.S_ISDIR(status.st_mode) and os.access(folder, os.W_OK):
         with tempfile.TemporaryFile(dir=folder) as file:

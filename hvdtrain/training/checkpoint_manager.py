@@ -237,7 +237,7 @@ class CheckpointManager:
 
     @property
     def _cost(self) -> float:
-        """Mean seconds for which a save stops the training; the last one, if it is the only one."""
+        """Mean seconds for which a save stops the training; the last counts only if alone."""
         last = self._last_saves if self.saves.count > self._last_saves.count else Saves()
         return (self.saves.stopped - last.stopped) / (self.saves.count - last.count)
 

@@ -241,7 +241,7 @@ class Repaired:
 
     events: int = 0  # written
     closed: int = 0  # bars that were open at the end
-    dropped: int = 0  # ends without a beginning, events without time or kind, beyond a limit
+    dropped: int = 0  # ends without a beginning, events without time or kind, or beyond a limit
 
 
 def repair(source: Path, target: Path, window: tuple[float, float] | None = None) -> Repaired:

@@ -63,10 +63,10 @@ def surviving_kill(action: Callable[[], object], *, expected: bool = False) -> I
     """Let a forked copy of this process do ``action`` if mpirun kills it within the block.
 
     Open MPI's mpirun kills its ranks half a second after receiving SIGTERM, and a save may take
-    longer. The copy is forked when the signal arrives, or at once if that is ``expected`` since it
-    has arrived before; in a new process group, unknown to mpirun, but in the same session, so that
-    a batch system can kill it. It has only this thread, so ``action`` must not compute with a
-    framework or call MPI.
+    longer. The copy is forked when the signal arrives, or at once if a kill is ``expected`` because
+    the signal has already arrived. It is in a new process group, unknown to mpirun, but in the same
+    session, so that a batch system can kill it. It has only this thread, so ``action`` must not
+    compute with a framework or call MPI.
     """
     if threading.current_thread() is not threading.main_thread() or not impatient_parent(NAMES):
         yield
