@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -21,9 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.select import adapter
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.steps.checkpoint import load_newest
 from hvdtrain.steps.sharding import Shards
-from tests.parallel.expect import expect_error
+from tests.parallel.expect import expect_error, expect_snapshot
 
 SAMPLES, BATCH, EPOCHS = 13, 4, 3
 strategy = sys.argv.pop(1)
@@ -317,27 +315,16 @@ def saved_in_the_background(folder: Path) -> None:
     """What is written is the state at the call, although updates go on."""
     net = WideNet()
     net, optimizer = hvd.distribute_optimizer(net, torch.optim.SGD(net.parameters(), 0.01, 0.9))
-    shards, save, updates = hvd.shard_data(SAMPLES, global_batch=size), None, 0
-    for part in (part for epoch in range(20) for part in shards.epoch(epoch)):
-        optimizer.zero_grad()
-        loss_of(net, x[part.indices], y[part.indices]).backward()
-        optimizer.step()
-        updates += 1
-        if updates == 2:
-            now = hvd.export_state(net, optimizer)
-            wanted = {name: value.copy() for name, value in {**now.model, **now.training}.items()}
-            save = hvd.save_checkpoint(folder, net, optimizer, state={"step": 2}, wait=False)
-        elif save and save.done():
-            break
-    assert save and updates > 3, updates
-    path = save.wait()
-    saved = load_newest(folder)
-    assert saved and saved.path == path
-    held = {**saved.model, **saved.training}
-    names = {name for row in hvd.communicator.gather_json(list(wanted)) for name in row}
-    assert held.keys() == names, held.keys() ^ names
-    for name, value in wanted.items():
-        assert np.asarray(held[name]).tobytes() == value.tobytes(), name
+    shards = hvd.shard_data(SAMPLES, global_batch=size)
+
+    def updates() -> Iterator[None]:
+        for part in (part for epoch in range(20) for part in shards.epoch(epoch)):
+            optimizer.zero_grad()
+            loss_of(net, x[part.indices], y[part.indices]).backward()
+            optimizer.step()
+            yield
+
+    expect_snapshot(hvd, folder, net, optimizer, updates())
 
 
 def read_ahead() -> None:
