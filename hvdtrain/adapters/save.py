@@ -21,7 +21,7 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import CheckpointError, HvdtrainError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import State, Written
-from hvdtrain.system.runtime.exit import process_status
+from hvdtrain.system.runtime.exit import is_failing, process_status
 from hvdtrain.system.runtime.outlive import surviving_kill
 from hvdtrain.system.runtime.waits import Waits
 
@@ -162,7 +162,13 @@ class Save:
     def complete(self) -> None:
         """Wait as ``wait`` does; an error is raised later, by it or by the next save."""
         write_all = self._contribution and self._contribution.write_all
-        with surviving_kill(write_all, expected=self._must_stop()) if write_all else nullcontext():
+
+        def rescue() -> None:
+            # The report of a failure has already named the checkpoint to resume from.
+            if write_all and not is_failing():
+                write_all()
+
+        with surviving_kill(rescue, expected=self._must_stop()) if write_all else nullcontext():
             while not self.is_over:
                 self._advance()
 

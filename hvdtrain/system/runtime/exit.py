@@ -202,6 +202,11 @@ def claim_error_output() -> None:
         threading.Event().wait()
 
 
+def is_failing() -> bool:
+    """Return whether this process has begun to report why it fails."""
+    return _speaking.locked()
+
+
 def announce(text: str, *, mpirun_ends: bool) -> None:
     """Print on rank 0 why the job stops in an orderly way.
 
