@@ -17,6 +17,7 @@ _MODULES = {
     "LearningRate": "steps.learning_rate",
     "Part": "steps.sharding",
     "Position": "steps.sharding",
+    "Save": "adapters.save",
     "Shards": "steps.sharding",
     "TrainingError": "errors",
     "UsageError": "errors",

@@ -1,4 +1,5 @@
 from hvdtrain.adapters.base import Adapter as Adapter
+from hvdtrain.adapters.save import Save as Save
 from hvdtrain.adapters.select import adapter as adapter
 from hvdtrain.config.comm_options import CommOptions as CommOptions
 from hvdtrain.errors import CheckpointError as CheckpointError

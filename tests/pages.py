@@ -20,7 +20,7 @@ def own_script() -> str:
 
 def own_script_with_all() -> str:
     """Return the same with all optional parts of the page, and their imports and data."""
-    _, script, evaluation, scheduler, saving = blocks("own.md")
+    _, script, evaluation, scheduler, saving, _ = blocks("own.md")
     before, rate, after = _pieces(scheduler)
     resume, epochs, save = _pieces(saving)
     imports = (
@@ -37,6 +37,18 @@ def own_script_with_all() -> str:
     script = _put(script, r" +for epoch in .*\n", f"for epoch in {epochs.rstrip()}:\n")
     script = _put(script, r" +means, count = .*\n", after, keep=True)
     return _put(script, r" +hvd\.save_checkpoint.*\n", evaluation + save)
+
+
+def own_script_in_background() -> str:
+    """Return the same script with checkpoints that are written in the background."""
+    script = own_script()
+    before, done, save, after = _pieces(blocks("own.md")[-1])
+    script = _put(script, r" +hvd\.broadcast_state.*\n", before, keep=True)
+    script = _put(script, r" +optimizer\.step\(\).*\n", done, keep=True)
+    script = _put(script, r" +hvd\.save_checkpoint.*\n", save)
+    return script.replace(
+        "\n\n\nif __name__", "\n" + textwrap.indent(after, "    ") + "\n\nif __name__"
+    )
 
 
 def _pieces(block: str) -> list[str]:

@@ -164,11 +164,15 @@ class Adapter(ABC):
         Rank 0 writes; with ``zero`` and ``fsdp`` every rank, with ``pipeline`` the first group.
 
         Args:
-            directory: directory of the checkpoints; with several hosts, on a shared file system.
+            directory: directory of the checkpoints, in which rank 0 reads and writes; all ranks do
+                with ``zero``, ``fsdp``, ``pipeline`` and in elastic jobs.
             model: model whose parameters and buffers are saved.
             optimizer: optimizer whose state is saved.
-            state: JSON values to restore; ``step`` is required: a count that grows from save to
-                save (updates or epochs), largest in the newest checkpoint.
+            state: JSON values to restore. ``step`` (int) is required and must grow from save to
+                save, e.g. a count of updates or epochs. ``metrics``, numbers by name, and ``best``,
+                a name and whether higher is better (``["accuracy", True]``), determine the best
+                checkpoint; without metrics there is none. ``format``, ``sha256``, ``world_size``
+                and ``path`` are set by hvdtrain.
             keep: number of recent checkpoints to keep, in addition to the best.
             wait: whether to wait for the disk. If not, the state is copied to host memory and
                 written in the background; a previous save is waited for.
@@ -180,7 +184,11 @@ class Adapter(ABC):
 
         Raises:
             CheckpointError: on every rank, if any rank could not write; without ``wait`` it is
-                raised by ``Save.wait``, or by the next save.
+                raised by ``Save.wait``, or else by the next call, which then saves nothing.
+            TrainingError: on every rank, if a tensor is not finite; as above without ``wait``.
+            HvdtrainError: on every rank, if the replicas differ; as above without ``wait``.
+            UsageError: on every rank, if ``state`` lacks ``step`` or is not JSON, or ``directory``
+                has the suffix of a file.
         """
 
     @abstractmethod

@@ -112,7 +112,7 @@ def _leave_without_checkpoint(number: int, _: FrameType | None) -> None:
     timer.start()
 
 
-LOST = 0.2  # seconds for the failure detector to notice the loss of a rank; mpirun waits 0.5
+LOST = 0.1  # seconds for the failure detector to notice the loss of a rank; mpirun waits 0.5
 AGENT, POLL = 10.0, 0.05  # seconds until the agent's request at most, and between two checks
 
 

@@ -65,7 +65,9 @@ class _Stage(Generic[Result]):
 
 
 class Save:
-    """A checkpoint that is being saved; all ranks must call the methods together.
+    """A checkpoint that is being saved; all ranks must call its methods, in the same order.
+
+    A training calls ``done`` after its updates, and ``wait`` before the program ends.
 
     Args:
         communicator: communicator of all ranks.
@@ -127,21 +129,22 @@ class Save:
         return stage is not None and stage.is_busy
 
     def done(self) -> bool:
-        """Return whether the save is over, without waiting for a disk.
+        """Return whether the save is complete or has failed, without waiting for a disk.
 
-        Call it on all ranks after an update. It is over a few updates after all ranks have written
-        their files; whether it has failed is known from ``wait``, or from the next save.
+        Call it after an update: the save is over a few updates after all ranks have written their
+        files. If it has failed, ``wait`` raises the error, or else the next save.
         """
         if not self.is_over and self.all_have_written():
             self._advance()
         return self.is_over
 
     def wait(self) -> Path:
-        """Wait on all ranks until the checkpoint is complete, and return its directory.
+        """Wait until the checkpoint is complete, and return its directory.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write.
-            HvdtrainError: on every rank, if a tensor is not finite, or the replicas differ.
+            TrainingError: on every rank, if a tensor is not finite.
+            HvdtrainError: on every rank, if the replicas differ.
         """
         self.complete()
         self.is_reported = True
@@ -155,7 +158,7 @@ class Save:
         try:
             return self.wait()
         except CheckpointError as error:
-            text = f"{error}. The training continues; the next save tries again"
+            text = f"{error}. The training continues, and the next save tries again"
             self._communicator.on_root(lambda: log.warning("%s", text))
             return None
 
@@ -196,9 +199,10 @@ class Save:
         folder, state, keep = self._folder, self._state, self._keep
 
         def commit() -> Path:
-            path = checkpoints.commit(folder, files, state, keep)
+            path = checkpoints.commit(folder, files, state)
             # Recorded at once: if a rank is lost now, the error message names this path.
             process_status.checkpoint = str(path)
+            checkpoints.prune(path.parent, keep, path.name)
             return path
 
         in_background = self._in_background and self._communicator.is_root

@@ -281,7 +281,8 @@ class StateAdapter(Adapter):
             origin: values that the checkpoint's origin must equal, key by key; None: not checked.
 
         Returns:
-            The saved ``state``, on every rank; None if there is no checkpoint.
+            The saved ``state`` and the ``path`` of the checkpoint, on every rank; None if there is
+            no checkpoint.
 
         Raises:
             UsageError: on every rank: no checkpoint can be read, or it is of another training.
@@ -312,8 +313,8 @@ def _check_saved(directory: Path, state: JsonValues) -> None:
     step = state.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UsageError(
-            "save_checkpoint: state needs the number of completed updates, e.g. "
-            f'state={{"step": 120}}, not step {step!r}'
+            "save_checkpoint: state needs 'step', an int that grows from save to save (updates or "
+            f'epochs), e.g. state={{"step": 120}}, not {step!r}'
         )
     for name, value in state.items():
         try:

@@ -38,8 +38,8 @@ from hvdtrain.steps.integrity import rank_names
 from hvdtrain.system.runtime.exit import agreed
 
 DIFFERENT = (
-    "nothing was saved. The ranks have made different updates: gradients were changed on some of "
-    "them, or broadcast_state was not called at the start"
+    "nothing was saved. The ranks have made different updates (gradients were changed on some of "
+    "them, or broadcast_state was not called at the start), or the memory of a host is faulty"
 )
 PREFIX = "rank_buffers/"  # arrays of shape (world size, *shape of the buffer)
 SEEN = "rank_samples"  # int64, shape (world size,)
@@ -203,7 +203,7 @@ class StateView(ABC):
         return Contribution(
             write if is_root else lambda folder: [],
             self._trained(arrays),
-            partial(self.compare, reason=DIFFERENT),
+            partial(self.compare, reason=DIFFERENT, when=f"after step {state['step']} "),
             write_all=write_all if is_root else None,
         )
 

@@ -204,26 +204,30 @@ class Options(CommOptions):
     )
     checkpoint_every: int | Literal["auto"] | None = option(
         None,
-        "number of updates between checkpoints, in addition to one per epoch; auto: the number "
-        "that loses least time, by the measured cost of a save and --mtbf",
+        "number of updates between checkpoints, in addition to one per epoch; auto: the interval "
+        "of least expected loss, from the measured cost of a save and --mtbf",
         positive_or_auto,
         group="checkpoints",
+        metavar="N|auto",
     )
     mtbf: float | None = option(
         None,
-        "mean time between failures of the job in hours (default: 6,335 divided by the number of "
-        "hosts)",
+        "mean time between failures of the whole job in hours, for --checkpoint-every auto and the "
+        "goodput in --summary (default: 6,335 divided by the number of hosts)",
         above_zero,
+        metavar="HOURS",
     )
     save: str = option(
         "async",
-        "writing of a checkpoint: async in the background, or sync while the training waits",
+        "how to write checkpoints; async: in the background, from a copy in host memory; sync: "
+        "while the training waits, which ends if a write fails",
         choices=("async", "sync"),
     )
     keep: int = option(3, "number of recent checkpoints to keep, in addition to the best", positive)
     resume: str = option(
         "auto",
-        "resume from --checkpoint-dir; auto: if it has a checkpoint, must: fail without one",
+        "resume from --checkpoint-dir; auto: if it has a checkpoint; must: fail without one; "
+        "never: start anew, old checkpoints are moved to DIR/before-1",
         choices=("auto", "never", "must"),
     )
     metrics: Path | None = option(

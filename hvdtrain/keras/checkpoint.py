@@ -55,9 +55,10 @@ def _whole(path: Path, write: Callable[[Path], None]) -> None:
 class ModelCheckpoint(ModelCallback, keras.callbacks.ModelCheckpoint):
     """Save the model as ``keras.callbacks.ModelCheckpoint`` does, on rank 0, atomically.
 
-    All ranks must call it, and wait for the file at the end of an epoch; if rank 0 cannot write,
-    all fail. The saved running statistics of BatchNorm are the mean over all ranks. With a
-    ``save_freq`` in batches rank 0 saves its local ones, and no rank waits.
+    Pass it to ``fit`` on every rank. The ranks wait for the file at the end of an epoch; if rank 0
+    cannot write it, all raise ``CheckpointError``. The saved running statistics of BatchNorm are
+    the mean over all ranks. With a ``save_freq`` in batches rank 0 saves its local ones, no other
+    rank waits, and an ``OSError`` is raised on rank 0 only.
     """
 
     @override
@@ -122,12 +123,20 @@ class BackupAndRestore(ModelCallback):
     samples. On another number of ranks statistics and generators are reset. The counters of
     ``EarlyStopping`` and ``ReduceLROnPlateau`` are not saved.
 
+    Pass it to ``fit`` on every rank. A failed write is a warning, and the next epoch tries again.
+
     Args:
-        backup_dir: directory of the checkpoints, on a file system that rank 0 can access again.
+        backup_dir: directory of the checkpoints, in which rank 0 reads and writes. Unlike that of
+            Keras's callback it remains at the end: ``fit`` then trains no further. Remove it to
+            train anew.
         keep: number of recent checkpoints to keep.
 
     Raises:
-        UsageError: the directory contains checkpoints of another process set.
+        UsageError: ``fit`` raises it on every rank, if ``backup_dir`` contains checkpoints of
+            another process set or of another model.
+        HvdtrainError: ``fit`` raises it on every rank, if the model is not built.
+        CheckpointError: ``fit`` raises it on every rank, if the last checkpoint of the training
+            could not be written.
     """
 
     def __init__(self, backup_dir: str | Path, keep: int = 3) -> None:

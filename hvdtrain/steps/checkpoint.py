@@ -55,7 +55,9 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
     partial = begin(directory, step)
     with cleared(directory, step):
         files = write_files(partial, checkpoint)
-    return commit(partial, files, checkpoint.state, keep)
+    saved = commit(partial, files, checkpoint.state)
+    prune(directory, keep, saved.name)
+    return saved
 
 
 def write_files(folder: Path, checkpoint: Checkpoint) -> list[Written]:
@@ -84,10 +86,8 @@ def begin(directory: Path, step: int) -> Path:
     return partial
 
 
-def commit(partial: Path, files: list[Written], state: State, keep: int) -> Path:
-    """Complete the checkpoint in ``partial`` with its ``files``, rename it, and delete old ones.
-
-    Returns its directory.
+def commit(partial: Path, files: list[Written], state: State) -> Path:
+    """Complete the checkpoint in ``partial`` with its ``files``, rename it, and return it.
 
     Raises:
         CheckpointError: it cannot be written; earlier checkpoints are intact.
@@ -97,7 +97,6 @@ def commit(partial: Path, files: list[Written], state: State, keep: int) -> Path
         seal(partial, files, state)
         partial.rename(final)
         flush(directory)
-    prune(directory, keep, final.name)
     return final
 
 
@@ -114,11 +113,10 @@ def cleared(directory: Path, step: int) -> Iterator[None]:
 def not_written(directory: Path, step: int, error: OSError) -> CheckpointError:
     """Return the error for a checkpoint that cannot be written, naming the newest intact one."""
     kept = newest_name(directory)
-    remedy = "free some space" if error.errno in FULL else "make the directory writable"
+    remedy = "Free some space" if error.errno in FULL else "Check the directory and its file system"
     return CheckpointError(
         f"the checkpoint of step {step} cannot be written to {directory}: "
-        f"{error.strerror or error}. "
-        + (f"{kept} is intact: {remedy}" if kept else remedy.capitalize())
+        f"{error.strerror or error}. {remedy}" + (f"; {kept} is intact" if kept else "")
     )
 
 
@@ -138,9 +136,10 @@ def newest_name(directory: Path) -> str | None:
 
 def _names(directory: Path) -> list[str]:
     """Return the names of checkpoints under ``directory``, oldest first."""
-    if not directory.is_dir():
+    try:
+        names = [entry.name for entry in directory.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):  # another process may have just removed it
         return []
-    names = (entry.name for entry in directory.iterdir())
     return sorted((name for name in names if NAME.fullmatch(name)), key=_order)
 
 
@@ -176,7 +175,7 @@ def not_finite(tensors: Tensors, *, infinite: bool = False) -> str | None:
     return None
 
 
-RESTART = "Use --resume never or another directory to start a new training"
+RESTART = "Use another directory, or move them away (trainers: --resume never)"
 Check = Callable[[Checkpoint], None]
 
 

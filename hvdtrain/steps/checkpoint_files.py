@@ -125,7 +125,7 @@ def seal(folder: Path, files: list[Written], state: State) -> None:
         if [file.name for file in here] != [kind]:
             _write_file(folder / f"{kind}.index.json", _index(here))
     digests = {file.name: file.sha256 for file in files}
-    content = {"format": FORMAT, **state, "sha256": digests}
+    content = {**state, "format": FORMAT, "sha256": digests}
     digests[STATE_FILE] = _digest_of_state(content)
     _write_file(folder / STATE_FILE, json.dumps(content, indent=1).encode())
     flush(folder)

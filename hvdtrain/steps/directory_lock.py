@@ -118,8 +118,9 @@ class DirectoryLock:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self._create():
                 log.warning(
-                    "the checkpoint directory %s was removed during the training, or emptied, or "
-                    "its file system unmounted: earlier checkpoints are gone, new ones are saved",
+                    "the lock of the checkpoint directory %s is missing: the directory was removed "
+                    "or emptied, or its file system was unmounted. Check that; checkpoints are now "
+                    "written to the directory as it is",
                     self.directory,
                 )
         holder = _read_holder(self.path)

@@ -131,7 +131,7 @@ def test_pi_has_the_same_digits_as_with_open_mpi_5(stack: Stack) -> None:
 
 
 def test_silence_reports_the_last_output(stack: Stack) -> None:
-    line = ("-n", "2", "--timeout", "3", "--", sys.executable, "-c", RANK, "hang")
+    line = ("-n", "2", "--timeout", "8", "--", sys.executable, "-c", RANK, "hang")
     (message,) = stack.launch(*line, code=124).said
     assert re.search(LAST_OUTPUT, message)
 
@@ -172,7 +172,7 @@ def test_srun_where_no_mpi_is_on_the_path(cluster: slurm.Cluster, tmp_path: Path
     assert sorted(outcome.out.splitlines()) == launches("srun", 3)
     assert f"{tmp_path}/srun --ntasks=3 --nodes=1 --nodelist=" in outcome.err
     assert launch("-n", "2", "--", sys.executable, "-c", "exit(75)").code == 75
-    hung = launch("-n", "2", "--timeout", "3", *program, "hang")
+    hung = launch("-n", "2", "--timeout", "8", *program, "hang")
     assert hung.code == 124, hung.err
     (message,) = hung.said
     assert re.search(LAST_OUTPUT, message)

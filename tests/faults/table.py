@@ -35,7 +35,7 @@ FAILED = rf"{NAMED}, step \d+: "
 LOST = rf"step \d+: {NAMED} exited unexpectedly"
 ENDED = rf"{LOST}|process rank {RANK} with PID|@1,{RANK}\]"  # by hvdtrain or mpirun
 SILENT = rf"host ht\d+-host2 \(rank {RANK}\) has not answered for 15 s"
-REMOVED = "was removed during the training|cannot be written"
+REMOVED = "the directory was removed|cannot be written"
 KILLED = 128 + signal.SIGKILL
 
 Inject = Callable[[Job], None]

@@ -14,7 +14,7 @@ import pytest
 
 from hvdtrain.steps import checkpoint as checkpoints
 from tests.conftest import LONG, until
-from tests.parallel.conftest import Start, assert_gone, family, train
+from tests.parallel.conftest import Start, assert_gone, family, send, train
 
 KILLS = {"horovod": 40, "zero": 20, "fsdp": 20, "tensorflow": 20}
 SHORT = {"zero": 1}  # in CI
@@ -46,8 +46,7 @@ def test_the_newest_checkpoint_is_intact_and_the_end_bit_equal(
         time.sleep(chance.uniform(0, WINDOW))
         seen = checkpoints.newest_name(folder) or ""
         killed = family(process)
-        for member in reversed(killed):  # the launcher first, which would end by itself
-            member.kill()
+        send(signal.SIGKILL, reversed(killed))  # the launcher first, which would end by itself
         assert process.wait(30) == -signal.SIGKILL, "it ended before it was killed"
         assert_gone(killed)
         newest = checkpoints.newest_name(folder) or ""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +136,27 @@ def started() -> Iterator[Start]:
 
     yield start
     for process in processes:
-        for left in family(process):
-            left.kill()
+        send(signal.SIGKILL, family(process))
+
+
+def send(number: signal.Signals, processes: Iterable[psutil.Process]) -> None:
+    """Send a signal to processes, some of which may have ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks of a launcher that is Open MPI's mpirun, or starts it."""
+    return [member for member in family(process) if is_rank(member)]
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Whether Open MPI's mpirun has started this process."""
+    try:
+        return "OMPI_COMM_WORLD_RANK" in process.environ()
+    except psutil.Error:
+        return False
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:

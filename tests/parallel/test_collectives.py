@@ -13,6 +13,8 @@ from tests.conftest import environment, ranks
 from tests.parallel import resident
 from tests.parallel.conftest import SCRIPTS, run_script
 
+# A report of several kilobytes may be cut if it passes through mpirun.
+TO_FILE = ("-m", "hvdtrain.commands.doctor.to_file")
 SCRIPT = str(SCRIPTS / "collectives.py")
 LIBRARIES = ("mpi4py", "horovod_torch", "horovod_tf", "torch_distributed")
 
@@ -26,8 +28,9 @@ def test_each_collective_of_each_library(library: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_lesson(size: int, tmp_path: Path) -> None:
-    page = tmp_path / "lesson.html"
-    outcome = resident.ranks(size, "-m", "hvdtrain.collectives", "--json", "--html", str(page))
+    page, file = tmp_path / "lesson.html", tmp_path / "lesson.json"
+    words = ("hvdtrain.collectives", "--json", "--html", str(page))
+    outcome = resident.ranks(size, *TO_FILE, str(file), *words)
     assert outcome.code == 0, outcome.err
     every = range(size)
     numbers = [[10 * (rank + 1) + index for index in every] for rank in every]
@@ -35,7 +38,7 @@ def test_the_lesson(size: int, tmp_path: Path) -> None:
     sums = [sum(row[index] for row in numbers) for index in every]
     firsts = [row[0] for row in numbers]
     nothing: list[list[int]] = [[]] * (size - 1)
-    lesson = json.loads(outcome.out)["lesson"]
+    lesson = json.loads(file.read_text())["lesson"]
     shown = {part["name"]: (part["before"], part["after"]) for part in lesson}
     assert shown == {
         "broadcast": (numbers, [numbers[0]] * size),
@@ -74,11 +77,12 @@ def test_no_rank_unpickles_what_mpi_brings(program: str) -> None:
     assert outcome.code == 0, outcome.err[-3000:]
 
 
-def test_times_of_each_library() -> None:
-    words = ("--time", "--json", "--sizes=4,65536", "--seconds=0.001")
-    outcome = resident.ranks(2, "-m", "hvdtrain.collectives", *words)
+def test_times_of_each_library(tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    words = ("hvdtrain.collectives", "--time", "--json", "--sizes=4,65536", "--seconds=0.001")
+    outcome = resident.ranks(2, *TO_FILE, str(file), *words)
     assert outcome.code == 0, outcome.err
-    report = json.loads(outcome.out)
+    report = json.loads(file.read_text())
     assert (report["ranks"], report["hosts"]) == (2, 1)
     assert list(report["backends"]) == ["mpi4py", "horovod", "gloo", "nccl"]
     assert report["backends"]["nccl"]["state"] in ("ok", "absent")
@@ -123,9 +127,10 @@ def test_horovod_and_mpi_sum_as_the_variables_of_the_study_select(
 def test_the_study(tmp_path: Path) -> None:
     sizes = ("--sizes=4,4096", "--gradient-mb=0.02", "--seconds=0.001")
     files = ("--html", str(tmp_path / "study.html"), "--plot", str(tmp_path / "study"))
-    outcome = ranks(3, "-m", "hvdtrain.collectives", "--study", "--json", *sizes, *files)
+    study = ("hvdtrain.collectives", "--study", "--json", *sizes, *files)
+    outcome = ranks(3, *TO_FILE, str(tmp_path / "study.json"), *study)
     assert outcome.code == 0, outcome.err
-    report = json.loads(outcome.out)
+    report = json.loads((tmp_path / "study.json").read_text())
     assert (report["ranks"], report["hosts"], report["notes"]) == (3, 1, [])
     cells = {(row["ranks"], row["bytes"], row["algorithm"]) for row in report["rows"]}
     names = report["algorithms"]

@@ -96,6 +96,23 @@ def test_all_that_the_page_puts_into_a_loop_is_the_same_at_1_2_and_3_ranks(tmp_p
             assert np.linalg.norm(value - values[name]) <= 1e-9 * np.linalg.norm(value)
 
 
+def test_the_page_saves_in_the_background(tmp_path: Path) -> None:
+    files = []
+    for name, script in (
+        ("waiting", pages.own_script()),
+        ("background", pages.own_script_in_background()),
+    ):
+        (folder := tmp_path / name).mkdir()
+        (folder / "own.py").write_text(script)
+        outcome = resident.ranks(2, "own.py", cwd=folder)
+        assert outcome.code == 0, outcome.err
+        assert "was not completed" not in outcome.err
+        saved = sorted((folder / "own-checkpoints").glob("step-*"))
+        assert [path.name[-1] for path in saved] == ["1", "2", "3"]
+        files.append([(path / "model.safetensors").read_bytes() for path in saved])
+    assert files[0] == files[1]
+
+
 def test_the_two_scripts_are_eight_calls_apart() -> None:
     text = (EXAMPLES / "digits_distributed.py").read_text()
     assert [f"step {number}" in text for number in range(1, 9)] == [True] * 8

@@ -47,6 +47,8 @@ last, update = int(sys.argv.pop(1)), TrainingLoop._update
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 def limited(loop, *arguments):
     update(loop, *arguments)
+    if loop.now.step == last:
+        loop.checkpoints.finish()
     size = 20_000 if 5 <= loop.now.step < last else most
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
 TrainingLoop._update = limited
@@ -69,7 +71,7 @@ def test_the_training_continues_after_a_save_that_failed(lasting: bool, tmp_path
     assert len(lines) == len(steps), outcome.err
     for step, line in zip(steps, lines, strict=True):
         assert text.format(step, folder) in line
-        assert ("The training continues; the next save tries again" in line) == (step < 20)
+        assert ("The training continues, and the next save tries again" in line) == (step < 20)
 
 
 def test_the_interval_that_loses_least_is_chosen_by_all_ranks(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_predictions_and_precision_are_the_same_at_1_and_3_ranks(
     for number in (1, 3):
         file, summary = tmp_path / f"{number}.csv", tmp_path / f"{number}.json"
         files = (f"--predict={file}", f"--summary={summary}")
-        saved = f"--save={alone.folder / 'checkpoints'}"
+        saved = f"--checkpoint-dir={alone.folder / 'checkpoints'}"
         completed(number, "-m", "hvdtrain.ssd300", *line, *files, saved)
         texts.append(file.read_text())
         told = json.loads(summary.read_text())

@@ -19,6 +19,8 @@ from tests.parallel.conftest import (
     assert_bit_equal,
     assert_one_line,
     completed,
+    ranks_of,
+    send,
     train,
     until,
 )
@@ -131,7 +133,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     process = started(*mpirun, *options, "--quiet", *files)
     # Before the first step nothing is there to save, and a signal just ends the ranks.
     until(lambda: list(cut.glob("checkpoints/step-*")), process)
-    process.send_signal(signal.SIGTERM)
+    # Not to mpirun, which gives its ranks half a second to write all of this.
+    send(signal.SIGTERM, ranks_of(process))
     said, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     summary = json.loads((cut / "summary.json").read_text())

@@ -197,7 +197,7 @@ class ShardedView(TorchView):
         return Contribution(
             lambda folder: self._write(folder, state["step"], pieces),
             replicated,
-            partial(self.compare, reason=DIFFERENT),
+            partial(self.compare, reason=DIFFERENT, when=f"after step {state['step']} "),
             sharded=True,
         )
 

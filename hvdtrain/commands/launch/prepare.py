@@ -35,6 +35,7 @@ from hvdtrain.system.machine.threads import (
 )
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.command import Command, run
+from hvdtrain.system.settings import read_settings
 
 HERE = "localhost"  # this machine, if no hosts are specified for an elastic job
 LIBRARIES = ("horovod.torch.mpi_lib_v2", "horovod.tensorflow.mpi_lib")
@@ -166,13 +167,26 @@ def choose_threads(
 
 
 def checkpoint_dir(command: Sequence[str]) -> Path | None:
-    """Return the --checkpoint-dir of a training command; None if it has none."""
+    """Return the --checkpoint-dir of a training command or its --config files, or None."""
+    values: dict[str, list[str]] = {"--checkpoint-dir": [], "--config": []}
     for index, word in enumerate(command):
         name, equals, value = word.partition("=")
-        if name.replace("_", "-") == "--checkpoint-dir":
+        if name.replace("_", "-") in values:
             value = value if equals else "".join(command[index + 1 : index + 2])
-            return Path(value) if value else None
-    return None
+            values[name.replace("_", "-")].append(value)
+    directories = [value for file in values["--config"] for value in _directories_in(Path(file))]
+    directories += values["--checkpoint-dir"]
+    return Path(directories[-1]) if directories and directories[-1] else None
+
+
+def _directories_in(file: Path) -> list[str]:
+    """Return the checkpoint directory in a file of options, if any."""
+    try:
+        settings = read_settings(file, "checkpoint-dir: DIR")
+    except UsageError:  # the ranks report it
+        return []
+    names = ("checkpoint-dir", "checkpoint_dir")
+    return [str(setting.value) for setting in settings if setting.name in names]
 
 
 def notes(launch: Launch) -> list[str]:

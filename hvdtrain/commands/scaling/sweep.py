@@ -95,7 +95,10 @@ class ScalingOptions(StudyOptions):
         repeated=True,
     )
     predict: tuple[int, ...] = option(
-        (), "numbers of ranks to predict (default: 16 ... 4096)", sizes, metavar="N,N,..."
+        (),
+        "numbers of ranks to predict (default: 16 ... 4096; for --saves 8 ... 4096)",
+        sizes,
+        metavar="N,N,...",
     )
     leave_out: int | None = option(
         None, "size to exclude from the fit and compare with the prediction", positive

@@ -72,7 +72,9 @@ class ProcessStatus:
             return f"Restarted ranks resume from {origin}"
         if self.checkpoint:
             return f"Run the same command again: it resumes from {self.checkpoint}"
-        return "No checkpoint was saved: run the same command again (see --checkpoint-dir)"
+        return (
+            "No checkpoint was saved: the same command starts anew (trainers: see --checkpoint-dir)"
+        )
 
 
 process_status = ProcessStatus()

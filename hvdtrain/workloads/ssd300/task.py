@@ -29,7 +29,6 @@ ALIASES = {
     "--report-period": "--log-every",
     "--num-workers": "--workers",
     "--amp": "--precision auto",
-    "--save": "--checkpoint-dir",
     "--model-config": "--config",
     "--data-config": "--config",
     "--mode training": "",

@@ -135,6 +135,13 @@ def test_state_is_restored_with_exact_floats(tmp_path: Path) -> None:
     assert path.parent == tmp_path
 
 
+def test_no_key_of_a_user_makes_a_checkpoint_unreadable(tmp_path: Path) -> None:
+    state = {"step": 1, "format": "mine", "sha256": {"mine": ""}}
+    save(tmp_path, Checkpoint({}, {}, state), keep=1)
+    checkpoint = load_newest(tmp_path)
+    assert checkpoint is not None and checkpoint.state["step"] == 1
+
+
 @pytest.mark.parametrize("name", ["absent", "empty"])
 def test_no_checkpoint_is_none(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()

@@ -147,6 +147,6 @@ def test_a_removed_lock_or_directory_is_created_again(
     lock.check()
     assert names(tmp_path / "ck") == [NAME]
     lock.check()
-    start = f"the checkpoint directory {tmp_path}/ck was removed during the training"
+    start = f"the lock of the checkpoint directory {tmp_path}/ck is missing"
     assert [message.startswith(start) for message in caplog.messages] == [True, True]
     lock.release()

@@ -167,6 +167,15 @@ def test_the_checkpoints_of_the_command(command: list[str], directory: Path | No
     assert checkpoint_dir(command) == directory
 
 
+def test_the_checkpoints_of_a_file_of_options(tmp_path: Path) -> None:
+    (file := tmp_path / "options.yaml").write_text("lr: 0.1\ncheckpoint_dir: saved\n")
+    (other := tmp_path / "other.yaml").write_text("lr: 0.2\n")
+    files = [f"--config={file}", "--config", str(other)]
+    assert checkpoint_dir(["x", *files]) == Path("saved")
+    assert checkpoint_dir(["x", "--checkpoint-dir=here", *files]) == Path("here")
+    assert checkpoint_dir(["x", "--config", str(tmp_path / "missing")]) is None
+
+
 def test_memory() -> None:
     amounts = {"64gb": 65536, "1T": 1048576, "512 MiB": 512, "1kb": 1}
     assert {text: memory_megabytes(text) for text in amounts} == amounts

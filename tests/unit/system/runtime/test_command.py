@@ -112,8 +112,8 @@ def test_a_timeout_ends_other_process_groups_but_not_other_sessions(tmp_path: Pa
     deaf = "import signal, os; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.{}; "
     deaf += "open({!r}, 'a').write(f'{{os.getpid()}}\\n'); signal.pause()"
     programs = [deaf.format(call, str(note)) for call in ("setpgid(0, 0)", "setsid()")]
-    words = " ".join(f'{sys.executable} -c "{program}" &' for program in programs)
-    assert run(Command(("sh", "-c", f"{words} wait")), timeout=1.5).exit_code == TIMED_OUT
+    words = " ".join(f'{sys.executable} -I -S -c "{program}" &' for program in programs)
+    assert run(Command(("sh", "-c", f"{words} wait")), timeout=3).exit_code == TIMED_OUT
     living = [pid for pid in map(int, note.read_text().split()) if is_alive(pid)]
     for pid in living:
         os.kill(pid, signal.SIGKILL)

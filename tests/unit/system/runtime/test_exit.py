@@ -138,6 +138,7 @@ def say():
     speak("rank 3 is lost", wait=0.0)
     leave(1)
 threading.Timer(0.1, say).start()
+sys.modules[run_and_exit.__module__].LOSS_POLL = 5
 raise RuntimeError("Connection closed by peer")
 """
 

@@ -319,7 +319,6 @@ VALUES = {  # of aliases that are no switch; what follows is the value of its op
     "--evaluation": "21,31",
     "--report-period": "100",
     "--num-workers": "4",
-    "--save": "models",
 }
 
 
