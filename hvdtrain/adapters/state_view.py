@@ -13,7 +13,8 @@ import json
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,10 @@ import numpy as np
 import safetensors.numpy
 
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
+from hvdtrain.errors import HvdtrainError, TrainingError, UsageError, escaped
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import (
+    DAMAGE,
     MODEL_FILE,
     TRAINING_FILE,
     Arrays,
@@ -219,7 +221,7 @@ class StateView(ABC):
     def check_finite(self, checkpoint: Checkpoint) -> None:
         """Raise ``ValueError`` naming a tensor that is not finite; masks may contain infinities."""
         names = self.trained_names()
-        optimizer, ranks = separate_buffers(checkpoint.training)
+        optimizer, ranks = separate_buffers(checkpoint)
         trained = {name: value for name, value in checkpoint.model.items() if name in names}
         others = {name: value for name, value in checkpoint.model.items() if name not in names}
         bad = (
@@ -239,8 +241,10 @@ class StateView(ABC):
         def load() -> Checkpoint | None:
             checkpoint = find()
             if checkpoint:
-                training, self.adapter.rank_buffers = separate_buffers(checkpoint.training)
-                self.restore(optimizer, replace(checkpoint, training=training))
+                with fitting(checkpoint):
+                    training, ranks = separate_buffers(checkpoint)
+                    self.restore(optimizer, replace(checkpoint, training=training))
+                self.adapter.rank_buffers = ranks
             return checkpoint
 
         return self.share_state(load)
@@ -251,6 +255,19 @@ class StateView(ABC):
         loaded = communicator.on_root(load)
         message = json.dumps(loaded and {**loaded.state, "path": str(loaded.path)}).encode()
         return json.loads(communicator.broadcast_bytes(message))
+
+
+@contextmanager
+def fitting(checkpoint: Checkpoint) -> Iterator[None]:
+    """Raise ``UsageError`` if a checkpoint with correct checksums has tensors of an odd kind."""
+    try:
+        yield
+    except (*DAMAGE, RuntimeError) as error:  # the latter from PyTorch
+        message = str(error).partition("\n")[0]
+        raise UsageError(
+            f"{checkpoint.path} does not fit this model and optimizer "
+            f"({escaped(f'{type(error).__name__}: {message}')}). {checkpoints.RESTART}"
+        ) from error
 
 
 def check_names(tensors: Mapping[str, Any], arrays: Tensors, trouble: str) -> None:
@@ -338,9 +355,18 @@ def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arra
     return {name: np.stack([row[name] for row in rows]) for name in mine}
 
 
-def separate_buffers(training: Tensors) -> tuple[Tensors, Arrays]:
-    """Split the arrays of a checkpoint into optimizer state and those of ``gather_buffers``."""
+def separate_buffers(checkpoint: Checkpoint) -> tuple[Tensors, Arrays]:
+    """Split the arrays of a checkpoint into optimizer state and those of ``gather_buffers``.
+
+    Raises:
+        DAMAGE: the latter are not arrays of a value, or of a buffer of the model, per rank.
+    """
+    training = checkpoint.training
     ranks = {k: np.asarray(v) for k, v in training.items() if k == SEEN or k.startswith(PREFIX)}
+    for name, rows in ranks.items():
+        buffer = checkpoint.model.get(name.removeprefix(PREFIX), rows[0])
+        if rows.shape != (len(ranks[SEEN]), *(() if name == SEEN else buffer.shape)):
+            raise ValueError(f"{name} has the shape {rows.shape}")
     return {k: v for k, v in training.items() if k not in ranks}, ranks
 
 

@@ -21,6 +21,8 @@ from hvdtrain.adapters.save import Save
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
 from hvdtrain.keras.data import Logs, ModelCallback, learning_rate, note_samples, step_sum
+from hvdtrain.steps.checkpoint_files import DAMAGE
+from hvdtrain.system.runtime.exit import agreed
 
 MARK = ".process-set-"  # prefix of the file that reserves a directory for a process set
 
@@ -246,12 +248,20 @@ def restore(
     state = adapter.resume(directory, model, optimizer)
     if state is None:
         return None
-    if state["learning_rate"] is not None:
-        optimizer.learning_rate = state["learning_rate"]
-    if len(state["seeds"]) == adapter.world.size:
-        mine = state["seeds"][adapter.world.rank]
-        for variable, value in zip(_seeds(model), mine, strict=True):
-            variable.assign(np.asarray(value, variable.dtype))
+    try:
+        rate, seeds = state["learning_rate"], state["seeds"]
+        if rate is not None:
+            optimizer.learning_rate = float(rate)
+        if len(seeds) == adapter.world.size:
+            for variable, value in zip(_seeds(model), seeds[adapter.world.rank], strict=True):
+                variable.assign(np.asarray(value, variable.dtype))
+    except DAMAGE as error:
+        raise agreed(
+            UsageError(
+                f"{state['path']} was not saved by BackupAndRestore or a state of hvd.elastic for "
+                "this model: use another directory"
+            )
+        ) from error
     if reduction:
         reduction.samples.assign(adapter.samples_seen)
     return state

@@ -175,7 +175,7 @@ def not_finite(tensors: Tensors, *, infinite: bool = False) -> str | None:
     return None
 
 
-RESTART = "Use another directory, or move them away (trainers: --resume never)"
+RESTART = "Use another directory, or move its checkpoints away (trainers: --resume never)"
 Check = Callable[[Checkpoint], None]
 
 

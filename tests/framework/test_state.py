@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.select import adapter
 from hvdtrain.config.strategies import PACKAGES, STRATEGIES
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.checkpoint import save
 from hvdtrain.steps.checkpoint_files import Checkpoint
 
 
@@ -49,6 +51,18 @@ def single_rank(request: pytest.FixtureRequest) -> tuple[CommonAdapter, Any]:
     return adapter(request.param, "single", environ={}), FACTORIES[request.param]
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[CommonAdapter], CommonAdapter]:
+    """Return a function that makes the world of an adapter, in a process that used TensorFlow."""
+
+    def start(hvd: CommonAdapter) -> CommonAdapter:
+        monkeypatch.setattr(type(hvd), "claim_device", lambda *_: None, raising=False)
+        hvd.initialize()
+        return hvd
+
+    return start
+
+
 def exported(hvd: CommonAdapter, trained: Any) -> dict[str, bytes]:
     state = hvd.export_state(*trained)
     return {name: value.tobytes() for name, value in {**state.model, **state.training}.items()}
@@ -83,6 +97,50 @@ def test_state_of_a_missing_parameter_is_refused() -> None:
     fewer = torch.optim.Adam(list(model.parameters())[:-1], lr=0.1)
     with pytest.raises(UsageError, match=r"which has 5 parameters: it has state of parameter 6"):
         hvd.import_state(model, fewer, state)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"x/exp_avg": np.zeros(2)},
+        {"-1/exp_avg": np.zeros(2)},
+        {"rank_samples": np.array(3)},
+        {"rank_samples": np.array([3]), "rank_buffers/MEAN": np.zeros((1, 9))},
+        {"rank_buffers/MEAN": np.zeros((1, 2))},
+    ],
+)
+def test_odd_tensors_with_correct_checksums_are_refused(
+    odd: dict[str, Any],
+    single_rank: tuple[CommonAdapter, Any],
+    started: Callable[[CommonAdapter], CommonAdapter],
+    tmp_path: Path,
+) -> None:
+    hvd, make = started(single_rank[0]), single_rank[1]
+    state = hvd.export_state(*make(2))
+    model, training = (
+        {name: np.array(value) for name, value in part.items()}
+        for part in (state.model, state.training)
+    )
+    mean = next(name for name in model if name.endswith(("running_mean", "moving_mean")))
+    odd = {name.replace("MEAN", mean): value for name, value in odd.items()}
+    save(tmp_path, Checkpoint(model, {**training, **odd}, {"step": 1}), keep=1)
+    with pytest.raises(UsageError, match="step-000000001"):
+        hvd.load_checkpoint(tmp_path, *make(2))
+
+
+@pytest.mark.parametrize("state", [{}, {"seeds": 3, "learning_rate": 0.1}, {"seeds": [[[1]]]}])
+def test_a_checkpoint_of_a_trainer_is_not_resumed_by_fit(
+    state: dict[str, Any],
+    started: Callable[[CommonAdapter], CommonAdapter],
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("keras")
+    from hvdtrain.keras.checkpoint import restore
+
+    hvd, trained = started(adapter("tensorflow", "single", environ={})), tensorflow(2)
+    hvd.save_checkpoint(tmp_path, *trained, state={"step": 1, **state})
+    with pytest.raises(UsageError, match="step-000000001 was not saved by BackupAndRestore"):
+        restore(hvd, tmp_path, *trained)
 
 
 @pytest.mark.parametrize("framework", PACKAGES)

@@ -23,6 +23,7 @@ from PIL import Image
 from typing_extensions import override
 
 from hvdtrain import cli
+from hvdtrain.adapters.select import adapter
 from hvdtrain.commands.compare import plot as compare_plot
 from hvdtrain.commands.compare import table as compare_table
 from hvdtrain.commands.compare.trials import append_trial, read_largest, read_trials
@@ -54,7 +55,7 @@ from hvdtrain.config.command_line import parse
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import checkpoint_files, directory_lock
-from hvdtrain.steps.checkpoint_files import MODEL_FILE, STATE_FILE
+from hvdtrain.steps.checkpoint_files import MODEL_FILE, STATE_FILE, TRAINING_FILE
 from hvdtrain.steps.directory_lock import Owner
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.runtime import elastic, failure_detector, walltime
@@ -348,6 +349,45 @@ def read_checkpoint(state: bytes, folder: Path, tensors: bytes | None = None) ->
         look(folder)
 
     every(other_commands, lambda: checkpoints.load(folder / STEP, check), resume)
+
+
+@cache
+def network() -> Callable[[], tuple[Any, Any]]:
+    """Return a function that makes a model and its optimizer, both with a state."""
+    import torch
+
+    def make() -> tuple[Any, Any]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    return make
+
+
+@cache
+def single_process() -> Any:
+    hvd = adapter("pytorch", "single", environ={})
+    hvd.initialize()
+    return hvd
+
+
+@cache
+def resumable() -> dict[str, bytes]:
+    hvd, state = single_process(), {"step": 3}
+    files = written(lambda folder: hvd.save_checkpoint(folder, *network()(), state=state))
+    return {Path(name).name: data for name, data in files.items()}
+
+
+@reader("checkpoint-training", "checkpoints", lambda: [resumable()[TRAINING_FILE]])
+def restore_training(data: bytes, folder: Path) -> None:
+    """Resume from a checkpoint whose optimizer state is ``data``."""
+    state = json.loads(resumable()[STATE_FILE])
+    state["sha256"][TRAINING_FILE] = hashlib.sha256(data).hexdigest()
+    files = resumable() | {TRAINING_FILE: data, STATE_FILE: sealed(json.dumps(state).encode())}
+    content(folder / STEP, files)
+    single_process().resume(folder, *network()())
 
 
 @reader("checkpoint-tensors", "checkpoints", lambda: [checkpoint_content()[MODEL_FILE]])
@@ -644,6 +684,6 @@ def read_answer(data: bytes, folder: Path) -> None:
         there.shutdown(socket.SHUT_WR)
         with mock.patch.dict(os.environ, variables):
             try:
-                elastic.query_driver(elastic.RANK_AND_SIZE)
+                elastic.query_rank()
             except OSError as error:
                 raise UsageError(str(error)) from error

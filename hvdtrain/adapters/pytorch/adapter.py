@@ -76,6 +76,8 @@ class TorchView(StateView):
         parameters = parameters_of(optimizer)
         for name, stored in saved.training.items():
             number, _, key = name.partition("/")
+            if not number.isdecimal():
+                raise ValueError(f"{name!r} does not begin with the number of a parameter")
             index = int(number)
             if index >= len(parameters):
                 raise UsageError(

@@ -33,6 +33,7 @@ from hvdtrain.adapters.state_view import (
     Contribution,
     HostCopies,
     StateView,
+    fitting,
     separate_buffers,
 )
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
@@ -236,13 +237,14 @@ class ShardedView(TorchView):
         path = Path(state["path"])
         try:
             checkpoint = unchecked(path, state)
-            training, ranks = separate_buffers(checkpoint.training)
         except DAMAGE as error:
             raise UsageError(
                 f"{path}: cannot be read on this host ({error}): --strategy "
                 f"{self.adapter.name} needs a checkpoint directory that all hosts share"
             ) from error
-        self.restore(optimizer, replace(checkpoint, training=training))
+        with fitting(checkpoint):
+            training, ranks = separate_buffers(checkpoint)
+            self.restore(optimizer, replace(checkpoint, training=training))
         if optimizer is not None:
             self.adapter.rank_buffers = ranks
 

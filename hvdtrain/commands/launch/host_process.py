@@ -46,8 +46,6 @@ PROGRAM = (sys.executable, "-m", "hvdtrain.commands.launch.host_process")
 STANDARD_INPUT = 0
 STOP, RESTART = b"\n", b"r"  # orders
 PATIENCE = 3.0  # seconds for a process to kill its ranks
-# Suffixes of HOROVOD_*.
-RANK_FIELDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 INTERFACE = "HOROVOD_GLOO_IFACE"
 # Exit codes of a rank that Horovod's threads abort when another one is lost.
 ABORTED = (128 + signal.SIGABRT, 128 + signal.SIGSEGV)
@@ -216,18 +214,19 @@ def run_slot(words: Sequence[str]) -> int:
         if not (code == elastic.EXIT_RESTART or restart.is_set() or _is_caused_by_a_loss(code)):
             return code
         try:
-            values = elastic.query_driver(elastic.RANK_AND_SIZE).split(",")
+            values = elastic.query_rank()
         except OSError as error:
             say(f"{socket.gethostname()}: no answer from the elastic driver: {error}")
             return code
-        if len(values) != len(RANK_FIELDS) or int(values[0]) < 0:  # this slot is no longer used
+        if values is None:
             return EXIT_OK
         environ |= variables(values)
 
 
 def variables(values: Sequence[str]) -> dict[str, str]:
     """Return the variables of a rank: rank, size and so on, in the order of the driver's answer."""
-    return {f"HOROVOD_{name}": value for name, value in zip(RANK_FIELDS, values, strict=True)}
+    names = (f"HOROVOD_{name}" for name in elastic.RANK_FIELDS)
+    return dict(zip(names, values, strict=True))
 
 
 def _is_caused_by_a_loss(code: int) -> bool:

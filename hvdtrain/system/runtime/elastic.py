@@ -25,6 +25,7 @@ EXIT_RESTART = 76  # of a rank that is to be restarted
 MOST = 2**10  # bytes of an answer
 EVERY = 1.0  # seconds between queries for other slots, the driver's own interval
 
+RANK_FIELDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 # Requests: the rank of this slot, which also reports readiness and is answered when all slots have
 # sent it or ended; whether the slots are to change; whether another rank is lost.
 RANK_AND_SIZE, CHANGED, LOST = "rank_and_size", "hosts_changed", "lost"
@@ -46,6 +47,20 @@ def query_driver(question: str) -> str:
         raise OSError(f"no valid answer from the driver: {error!r}") from error
     finally:
         connection.close()
+
+
+def query_rank() -> list[str] | None:
+    """Return the driver's values of ``RANK_FIELDS`` for this slot; None: it is not used.
+
+    Raises:
+        OSError: the driver cannot be reached, or its answer is invalid.
+    """
+    values = query_driver(RANK_AND_SIZE).split(",")
+    if len(values) != len(RANK_FIELDS) or values[0].startswith("-"):
+        return None
+    if not all(value.isascii() and value.isdecimal() for value in values):
+        raise OSError(f"no valid answer from the driver: {','.join(values)!r}")
+    return values
 
 
 def is_rank_lost() -> bool:

@@ -73,7 +73,7 @@ class ProcessStatus:
         if self.checkpoint:
             return f"Run the same command again: it resumes from {self.checkpoint}"
         return (
-            "No checkpoint was saved: the same command starts anew (trainers: see --checkpoint-dir)"
+            "No checkpoint was saved: run the same command again (trainers: see --checkpoint-dir)"
         )
 
 

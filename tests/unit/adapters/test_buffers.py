@@ -17,7 +17,7 @@ from hvdtrain.adapters.state_view import (
     separate_buffers,
 )
 from hvdtrain.collectives.base import Communicator, SingleRank
-from hvdtrain.steps.checkpoint_files import Arrays
+from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
 
 SEEN = [3, 0, 1]  # samples of the ranks; one has seen none
 
@@ -72,7 +72,7 @@ def test_each_rank_finds_its_own_row_again(on_ranks: Any, size: int) -> None:
     def act(communicator: Communicator) -> tuple[Arrays, Any]:
         rank = communicator.rank
         gathered = gather_buffers(communicator, local_of(rank), SEEN[rank])
-        optimizer, ranks = separate_buffers({"momentum": np.ones(2), **gathered})
+        optimizer, ranks = separate_buffers(Checkpoint({}, {"momentum": np.ones(2), **gathered}))
         assert set(optimizer) == {"momentum"}
         return gathered, buffers_of_rank(ranks, rank, size)
 
@@ -92,4 +92,4 @@ def test_on_another_world_size_no_row_is_anybodys() -> None:
     gathered = gather_buffers(SingleRank(), local_of(0), 3)
     assert buffers_of_rank(gathered, 0, 2) is None
     assert buffers_of_rank({}, 0, 1) is None
-    assert separate_buffers({"momentum": np.ones(1)})[1] == {}
+    assert separate_buffers(Checkpoint({}, {"momentum": np.ones(1)}))[1] == {}
