@@ -29,7 +29,7 @@ from hvdtrain.system.runtime.exit import (
     restart_ranks,
 )
 from hvdtrain.system.runtime.outlive import is_ended_by_mpirun
-from hvdtrain.system.runtime.walltime import IS_NEAR, Walltime, ends_at
+from hvdtrain.system.runtime.walltime import IS_NEAR, Walltime, seconds_left
 
 ENDING = ("SIGTERM", "SIGINT")  # mpirun ends its ranks on these and forwards the others
 AGAIN = "run the same command again to continue"
@@ -161,7 +161,9 @@ class Preemption:
     def watch(self) -> None:
         """Watch on rank 0 for the end of the walltime and for changed hosts of an elastic job."""
         if self.communicator.is_root:
-            self.walltime.ends = ends_at()
+            left = seconds_left()
+            # From now on the time of the day may be changed.
+            self.walltime.ends = None if left is None else time.monotonic() + left
             if is_elastic(os.environ):
                 elastic.watch_hosts(lambda: self.want_stop(HOSTS_CHANGED))
 

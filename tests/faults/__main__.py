@@ -43,7 +43,9 @@ def main() -> int:
             if options.lines:
                 with options.lines.open("a") as file:
                     file.write(json.dumps(asdict(result)) + "\n")
-    print("\n" + summary_table(results))
+    print("\n" + summary_table(results) + "\n\nReports, of the last time each:")
+    for name, report in {result.fault: result.report for result in results}.items():
+        print(f"{name}: {report or '-'}")
     return int(any(result.problem for result in results))
 
 

@@ -34,7 +34,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {  # of five in a row one is TensorFlow
 LAUNCHERS = {
     "mpirun": ("mpirun", "--oversubscribe", "-n", "2"),
     "launch": ("hvdtrain", "launch", "-n", "2", "--"),
-    "timeout": ("hvdtrain", "launch", "-n", "2", "--timeout", "15", "--"),
+    "timeout": ("hvdtrain", "launch", "-n", "2", "--timeout", "45", "--"),
 }
 OWN = ("hvdtrain.train", "tests/faults/task.py", "--batch-size=8")
 RESNET = ("hvdtrain.resnet", "--model=resnet18", "--image-size=32", "--workers=1", "--batch-size=2")
@@ -155,15 +155,21 @@ class Job:
             detail=lambda: self.output,
         )
         assert self.process.poll() is None, f"{self.process.poll()}: {self.output}"
-        time.sleep(self.chance.uniform(0, 1))
+        time.sleep(self.chance.uniform(0, 2))  # in an update, a save or an evaluation
         return self.newest
 
     def finish(self, seconds: float) -> Outcome:
-        """Wait for the end, at most so many seconds; return exit code and output."""
+        """Wait for the end of the launcher, at most so many seconds, and of all other processes.
+
+        Returns exit code and output. Of others, those that take longer than ten seconds are left.
+        """
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end within {seconds} s:\n{self.output}") from None
+        deadline = time.monotonic() + 10
+        while self.members() and time.monotonic() < deadline:
+            time.sleep(0.02)
         return Outcome(code, self.output, "")
 
     def kill(self) -> None:
@@ -205,13 +211,7 @@ class Job:
         return [process for process in self.members() if process.name() == name]
 
     def left(self) -> dict[str, list[str]]:
-        """Return the names of what the job left behind, by kind; it may take ten seconds to end."""
-        deadline = time.monotonic() + 10
-        while (left := self._left()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return left
-
-    def _left(self) -> dict[str, list[str]]:
+        """Return the names of what the job left behind, by kind."""
         temporary, shared = self.before
         left = {
             "processes": [str(process.pid) for process in self.members()],

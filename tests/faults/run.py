@@ -77,7 +77,15 @@ def result_of(name: str, strategy: str, folder: Path, seed: int) -> Result:
     """Inject a fault; return what became of the training, also if that is a problem."""
     fault = FAULTS[name]
     launcher = LAUNCHERS[fault.launcher]
-    job = Job(folder, strategy, launcher, seed=seed, images=fault.images, pace=fault.pace)
+    job = Job(
+        folder,
+        strategy,
+        launcher,
+        seed=seed,
+        images=fault.images,
+        pace=fault.pace,
+        options=fault.options,
+    )
     seconds, problem, lost = 0.0, "", 0
     left: dict[str, list[str]] = {}
     outcome = Outcome(-1, "", "")
@@ -101,8 +109,10 @@ def result_of(name: str, strategy: str, folder: Path, seed: int) -> Result:
             f"no {fault.report!r}: {output}"
         )
         assert re.search(fault.output, outcome.out), f"no {fault.output!r}: {output}"
+        if outcome.code:
+            assert re.search(fault.failure, outcome.out), f"no {fault.failure!r}: {output}"
         assert "Traceback" not in outcome.out or fault.traceback, output
-        assert not (left and fault.clean) and "processes" not in left, f"left: {left}"
+        assert left.keys() <= set(fault.leaves), f"left: {left}"
         check_saved(outcome, job)
         if outcome.code != GOES_ON:
             intact = checkpoints.load_newest(job.checkpoints)
@@ -124,7 +134,8 @@ def result_of(name: str, strategy: str, folder: Path, seed: int) -> Result:
     except Exception:  # of this row only
         problem = traceback.format_exc()
     shutil.rmtree(job.temporary, ignore_errors=True)
-    reported = [line for line in lines(outcome.out) if re.search(fault.report, line)]
+    wanted = fault.report or fault.failure
+    reported = [line for line in lines(outcome.out) if re.search(wanted, line)]
     return Result(
         name,
         strategy,

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from hvdtrain.steps.checkpoint import load_newest, newest_name
+from hvdtrain.system.runtime import walltime
 from tests.cluster.hosts import TwoHosts
 from tests.conftest import BIN, executable, until
 from tests.faults.job import EVERY, STRATEGIES, Job
@@ -32,11 +33,14 @@ READERS = ("horovod", "ddp", "zero", "fsdp", "mpi")  # whose images are read by 
 HOST = re.escape(socket.gethostname())
 NAMED = rf"rank {RANK} on {HOST}"
 FAILED = rf"{NAMED}, step \d+: "
-LOST = rf"step \d+: {NAMED} exited unexpectedly"
-ENDED = rf"{LOST}|process rank {RANK} with PID|@1,{RANK}\]"  # by hvdtrain or mpirun
+LOST = rf"rank 0 on {HOST}, step \d+: {NAMED} exited unexpectedly"
+LATE = rf"waiting for {NAMED}"
 SILENT = rf"host ht\d+-host2 \(rank {RANK}\) has not answered for 15 s"
 REMOVED = "the directory was removed|cannot be written"
 KILLED = 128 + signal.SIGKILL
+# What may be left behind: of processes that were all killed, and of those that launch killed.
+OF_ALL = ("shared memory", "temporary files", "locks", "partial checkpoints")
+OF_RANKS = ("locks", "partial checkpoints")
 
 Inject = Callable[[Job], None]
 Surroundings = Callable[[Job], contextlib.AbstractContextManager[None]]
@@ -53,9 +57,11 @@ class Fault:
     launcher: str = "mpirun"
     strategies: Sequence[str] = tuple(STRATEGIES)
     surroundings: Surroundings = lambda job: contextlib.nullcontext()
-    clean: bool = True  # whether nothing at all may be left behind; otherwise no process may
+    leaves: Sequence[str] = ()  # kinds of what may be left behind
     lost: int = 0  # maximum number of saved updates that are lost
     output: str = ""  # regular expression of what any line must contain
+    failure: str = ""  # regular expression of what a line must contain if the job fails
+    options: Sequence[str] = ("--quiet",)
     traceback: bool = False  # whether the output may contain one
     images: bool = False  # whether the training is on images
     pace: float = Job.pace  # so that the training does not end during the fault
@@ -145,6 +151,8 @@ def unmount(job: Job) -> None:
 SLOW = """\
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <stdarg.h>
 #include <unistd.h>
 #include <sys/types.h>
 static void wait_for_the_disk(void) { usleep(2000); }
@@ -153,6 +161,22 @@ ssize_t write(int file, const void *bytes, size_t size) {
     if (!real) real = dlsym(RTLD_NEXT, "write");
     if (file > 2) wait_for_the_disk();
     return real(file, bytes, size);
+}
+ssize_t read(int file, void *bytes, size_t size) {
+    static ssize_t (*real)(int, void *, size_t);
+    if (!real) real = dlsym(RTLD_NEXT, "read");
+    if (file > 2) wait_for_the_disk();
+    return real(file, bytes, size);
+}
+int open64(const char *path, int flags, ...) {
+    static int (*real)(const char *, int, ...);
+    if (!real) real = dlsym(RTLD_NEXT, "open64");
+    va_list rest;
+    va_start(rest, flags);
+    mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;
+    va_end(rest);
+    wait_for_the_disk();
+    return real(path, flags, mode);
 }
 int fsync(int file) {
     static int (*real)(int);
@@ -178,7 +202,7 @@ def compiled(source: str, library: Path) -> Path:
 
 @contextlib.contextmanager
 def slow_disk(job: Job) -> Iterator[None]:
-    """Make each write, fsync and rename of the ranks 2 ms slower."""
+    """Make each open, read, write, fsync and rename of the ranks 2 ms slower."""
     job.extra = {**job.extra, "LD_PRELOAD": str(compiled(SLOW, job.folder / "slow.so"))}
     yield
 
@@ -292,13 +316,16 @@ def on_hosts(change: Callable[[TwoHosts], None]) -> Inject:
 
 
 def impair(**how: float) -> Inject:
-    """Return a function that makes the network between the hosts worse, for some seconds."""
+    """Return a function that makes the network between the hosts worse, until a later save."""
 
-    def inject(hosts: TwoHosts) -> None:
-        with hosts.impaired(**how):
+    def inject(job: Job) -> None:
+        assert job.hosts
+        with job.hosts.impaired(**how):
+            before = job.newest
             time.sleep(5)
+            until(lambda: job.newest > before, seconds=20, detail=lambda: job.output)
 
-    return on_hosts(inject)
+    return inject
 
 
 def cut_and_mend(hosts: TwoHosts) -> None:
@@ -359,7 +386,8 @@ def false_clock(job: Job) -> Iterator[None]:
     clock = job.folder / "clock"
     clock.write_bytes(struct.pack("q", 0))
     library = compiled(CLOCK, job.folder / "clock.so")
-    job.extra = {**job.extra, "LD_PRELOAD": str(library), "CLOCK_SHIFT": str(clock)}
+    ends = {walltime.ENDS: str(time.time() + HALF_AN_HOUR)}  # half an hour before the later time
+    job.extra = {**job.extra, **ends, "LD_PRELOAD": str(library), "CLOCK_SHIFT": str(clock)}
     yield
 
 
@@ -415,10 +443,12 @@ def nothing(_: Job) -> None:
     """Inject nothing: the surroundings are the fault."""
 
 
-ON_HOSTS: dict[str, Any] = {"surroundings": two_hosts, "clean": False}
+HALF_AN_HOUR = 1800.0
+ON_HOSTS: dict[str, Any] = {"surroundings": two_hosts, "leaves": OF_ALL[1:]}
+WAITED_FOR: dict[str, Any] = {"seconds": 70, "launcher": "timeout", "options": ()}
 SAVED = r"stopped after step \d+, saved"
 FAULTS: Mapping[str, Fault] = {
-    "rank: SIGKILL": Fault(signal_rank(signal.SIGKILL), (1, KILLED), output=ENDED, clean=False),
+    "rank: SIGKILL": Fault(signal_rank(signal.SIGKILL), (1, KILLED), LOST),
     "rank: SIGHUP": Fault(signal_rank(signal.SIGHUP), (GOES_ON,)),
     **{
         f"rank: {number.name}": Fault(
@@ -430,10 +460,10 @@ FAULTS: Mapping[str, Fault] = {
         suspend(lambda job: job.ranks()[RANK]), (GOES_ON,), pace=LONG_PACE
     ),
     "rank: suspended for ever": Fault(
-        signal_rank(signal.SIGSTOP), (124,), "no output", 30, "timeout", clean=False
+        signal_rank(signal.SIGSTOP), (124,), LATE, leaves=OF_RANKS, **WAITED_FOR
     ),
     "mpirun: SIGKILL": Fault(
-        signal_launcher("prterun", signal.SIGKILL), (-signal.SIGKILL,), clean=False
+        signal_launcher("prterun", signal.SIGKILL), (-signal.SIGKILL,), leaves=OF_ALL
     ),
     **{
         f"mpirun: {number.name}": Fault(
@@ -450,11 +480,14 @@ FAULTS: Mapping[str, Fault] = {
     "mpirun: suspended for 20 s": Fault(
         suspend(lambda job: job.launchers("prterun")[0]), (GOES_ON,), pace=LONG_PACE
     ),
+    "mpirun: suspended for ever": Fault(
+        signal_launcher("prterun", signal.SIGSTOP), (124,), "no output", leaves=OF_ALL, **WAITED_FOR
+    ),
     "launch: SIGKILL": Fault(
         signal_launcher("hvdtrain", signal.SIGKILL),
         (-signal.SIGKILL,),
         launcher="launch",
-        clean=False,
+        leaves=OF_ALL,
     ),
     **{
         f"launch: {number.name}": Fault(
@@ -482,6 +515,18 @@ FAULTS: Mapping[str, Fault] = {
         "launch",
         **ON_HOSTS,
     ),
+    **{
+        f"daemon: {number.name}": Fault(
+            signal_launcher("prted", number), range(256), "", 30, "launch", **ON_HOSTS
+        )
+        for number in (
+            *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+            *(signal.SIGUSR1, signal.SIGUSR2),
+        )
+    },
+    "daemon: suspended for ever": Fault(
+        signal_launcher("prted", signal.SIGSTOP), (0, 124), "", 90, "timeout", **ON_HOSTS
+    ),
     "daemon: suspended for 20 s": Fault(
         suspend(lambda job: job.launchers("prted")[0]), (GOES_ON,), pace=LONG_PACE, **ON_HOSTS
     ),
@@ -493,24 +538,22 @@ FAULTS: Mapping[str, Fault] = {
     "disk: full": Fault(
         lambda job: fill(job.checkpoints), (1,), "No space left", surroundings=disk
     ),
-    "disk: read-only": Fault(make_read_only, (1,), "Read-only", surroundings=disk, clean=False),
-    "disk: vanished": Fault(unmount, (0, 1), REMOVED, surroundings=disk, clean=False),
+    "disk: read-only": Fault(make_read_only, (1,), "Read-only", surroundings=disk, leaves=OF_RANKS),
+    "disk: vanished": Fault(unmount, (0, 1), REMOVED, surroundings=disk, leaves=OF_RANKS),
     "disk: slow, 2 ms per call": Fault(check_library, (GOES_ON,), surroundings=slow_disk),
-    "disk: a bit flipped": Fault(damage(flip), (-signal.SIGKILL,), clean=False, lost=EVERY),
-    "disk: half a file": Fault(damage(halve), (-signal.SIGKILL,), clean=False, lost=EVERY),
+    "disk: a bit flipped": Fault(damage(flip), (-signal.SIGKILL,), leaves=OF_ALL, lost=EVERY),
+    "disk: half a file": Fault(damage(halve), (-signal.SIGKILL,), leaves=OF_ALL, lost=EVERY),
     "disk: another file's content": Fault(
-        damage(replace), (-signal.SIGKILL,), clean=False, lost=EVERY
+        damage(replace), (-signal.SIGKILL,), leaves=OF_ALL, lost=EVERY
     ),
-    "disk: directory removed": Fault(remove, (0, 1), REMOVED, surroundings=kept, clean=False),
+    "disk: directory removed": Fault(remove, (0, 1), REMOVED, surroundings=kept),
     "user's code: exception": Fault(
         ask("exception"), (1,), FAILED + "failed: RuntimeError", traceback=True
     ),
-    "user's code: hang": Fault(ask("hang"), (124,), "no output", 30, "timeout", clean=False),
+    "user's code: hang": Fault(ask("hang"), (124,), LATE, leaves=OF_RANKS, **WAITED_FOR),
     "user's code: sys.exit": Fault(ask("exit"), (3, 1), FAILED + "the program called sys.exit"),
-    "user's code: os._exit": Fault(ask("end"), (3, 1), output=ENDED, clean=False),
-    "user's code: segmentation fault": Fault(
-        ask("segmentation"), (1, 139), output=ENDED, clean=False
-    ),
+    "user's code: os._exit": Fault(ask("end"), (3, 1), LOST),
+    "user's code: segmentation fault": Fault(ask("segmentation"), (1, 139), LOST),
     "user's code: out of memory": Fault(ask("memory"), (1,), FAILED, traceback=True),
     "user's code: NaN": Fault(
         ask("nan"),
@@ -519,7 +562,7 @@ FAULTS: Mapping[str, Fault] = {
         strategies=[name for name in STRATEGIES if name != "pipeline"],  # its rank 1 reads no x
     ),
     "user's code: no descriptors left": Fault(
-        ask("descriptors"), (0, 1), output=r"\d+ files are open", traceback=True
+        ask("descriptors"), (0, 1), output=r"\d+ files are open", failure=FAILED, traceback=True
     ),
     "data loader: worker killed": Fault(kill_worker, (1,), FAILED, strategies=READERS, images=True),
     "machine: /dev/shm full": Fault(
@@ -528,7 +571,7 @@ FAULTS: Mapping[str, Fault] = {
         "/dev/shm on .* is full",
         strategies=READERS,
         surroundings=lambda job: mounted(job.shared),
-        clean=False,
+        leaves=("shared memory",),
         images=True,
     ),
     "machine: clock set by an hour": Fault(set_clock, (GOES_ON,), surroundings=false_clock),

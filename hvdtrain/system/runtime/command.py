@@ -195,11 +195,13 @@ def _death_signal(number: signal.Signals) -> Callable[[], None]:
     return request
 
 
-def leave_behind(command: Command) -> None:
-    """Start ``command`` in a new session, without output, so that it outlives this process."""
+def leave_behind(command: Command, output: int = subprocess.DEVNULL) -> None:
+    """Start ``command`` in a new session, so that it outlives this process.
+
+    Its standard output is the file descriptor ``output``.
+    """
     with contextlib.suppress(OSError):
-        nowhere = subprocess.DEVNULL
-        _open(command, stdout=nowhere, stderr=nowhere, start_new_session=True)
+        _open(command, stdout=output, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,9 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import socket
+import stat
 import sys
 import threading
 import time
@@ -31,7 +33,7 @@ from hvdtrain.errors import (
 )
 from hvdtrain.system.runtime import elastic, terminal
 from hvdtrain.system.runtime.detect import detect, is_elastic, is_restarted
-from hvdtrain.system.runtime.outlive import MPIRUNS, impatient_parent, parent_among
+from hvdtrain.system.runtime.outlive import MPIRUNS, impatient_parent, parent_among, write_after
 
 log = logging.getLogger(__name__)
 
@@ -233,12 +235,23 @@ def _write_beside(process: Path | None, line: str) -> bool:
     if process is None:
         return False
     with contextlib.suppress(OSError):
-        # A file is appended to, as its offset may be elsewhere.
         handle = os.open(process / "fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
         with os.fdopen(handle, "wb", buffering=0) as file:
-            file.write(line.encode())
+            if stat.S_ISREG(os.fstat(handle).st_mode) and not _appends(process):
+                write_after(int(process.name), line, handle)
+            else:
+                file.write(line.encode())
         return True
     return False
+
+
+def _appends(process: Path) -> bool:
+    """Return whether a process writes its standard error to the end of a file (``>>``).
+
+    Otherwise it writes at its own offset, over what others have appended.
+    """
+    flags = re.search(r"^flags:\s*([0-7]+)", (process / "fdinfo/2").read_text(), re.MULTILINE)
+    return bool(flags and int(flags[1], 8) & os.O_APPEND)
 
 
 def leave(code: int) -> NoReturn:

@@ -2,10 +2,11 @@
 
 After SIGTERM mpirun kills its ranks within half a second, and a save may take longer. After a
 failure it orders its daemons to end and waits for all of them, without a limit: if one cannot be
-reached, the job never ends.
+reached, the job never ends. And what a rank appends to the file of mpirun's output, mpirun then
+overwrites with its own message.
 
-This file is also the program that ends mpirun then, as the rank itself is ended: it imports only
-the standard library at module level, to start fast.
+This file is also the program that ends mpirun, or writes after its end, as the rank itself is
+ended: it imports only the standard library at module level, to start fast.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import multiprocessing.connection
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -30,6 +32,8 @@ SHARED = "prte-"
 FORWARD = 1.0  # seconds for mpirun to forward the rank's output
 TIMES = 3  # number of SIGINTs: orderly end, warning, immediate end
 APART = 0.3  # seconds between them
+START = 0.1  # seconds for a small program to start
+END = 60.0  # seconds for mpirun to end after its ranks
 
 
 def parent_among(names: Sequence[str]) -> Path | None:
@@ -157,7 +161,24 @@ def end_mpirun() -> bool:
     return bool(above)
 
 
-def main(process: int) -> None:
+def write_after(process: int, text: str, output: int) -> None:
+    """Write ``text`` to the file descriptor ``output`` when ``process`` has ended."""
+    from hvdtrain.system.runtime.command import Command, leave_behind
+
+    command = Command((sys.executable, "-I", "-S", __file__, str(process), text))
+    leave_behind(command, output=output)
+    time.sleep(START)  # mpirun ends as soon as this rank has
+
+
+def write_when_ended(process: int, text: str) -> None:
+    """Write ``text`` to the standard output when ``process`` has ended, at most ``END`` later."""
+    with contextlib.suppress(OSError):  # it has ended
+        handle = os.pidfd_open(process)
+        select.select([handle], [], [], END)
+    os.write(1, text.encode())
+
+
+def end(process: int) -> None:
     """End ``process`` and its children.
 
     An ssh to a lost host does not end by itself and keeps mpirun's output open, so that a reader,
@@ -186,4 +207,5 @@ def _children(process: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    action = write_when_ended if sys.argv[2:] else end
+    action(int(sys.argv[1]), *sys.argv[2:])

@@ -50,7 +50,7 @@ def show_clock(seconds: int) -> str:
 class Walltime:
     """End time of the job, and the time that a training needs to stop before it."""
 
-    ends: float | None  # seconds since 1970; None: unlimited, or watched by another rank
+    ends: float | None  # by ``time.monotonic``; None: unlimited, or watched by another rank
     longest_save: float = FIRST_SAVE  # maximum seconds of a save so far
 
     def saved(self, seconds: float) -> None:
@@ -61,7 +61,7 @@ class Walltime:
         """Return whether less time is left than for two steps, two saves and the reserve."""
         if self.ends is None:
             return False
-        return time.time() + 2 * (longest_step + self.longest_save) + RESERVE > self.ends
+        return time.monotonic() + 2 * (longest_step + self.longest_save) + RESERVE > self.ends
 
 
 def ends_at(environ: Mapping[str, str] = os.environ) -> float | None:

@@ -116,6 +116,6 @@ def test_a_training_stops_two_steps_and_two_saves_before_the_end(step: float, sa
     assert not Walltime(ends=None).is_near(longest_step=1e9)
     needed = RESERVE + 2 * step + 2 * max(save, FIRST_SAVE)
     for spare, near in ((5.0, False), (-5.0, True)):
-        walltime = Walltime(ends=time.time() + needed + spare)
+        walltime = Walltime(ends=time.monotonic() + needed + spare)
         walltime.saved(save)
         assert walltime.is_near(step) is near
