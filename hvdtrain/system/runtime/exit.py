@@ -56,6 +56,7 @@ class ProcessStatus:
     stage: str = ""  # current stage for error messages, e.g. ``step 17``
     checkpoint: str = ""  # newest checkpoint of this run, from which it can resume
     interrupted: str = "interrupted"  # message after Ctrl-C
+    reported: bool = False  # whether another rank has failed and reported it
     at_exit: list[Callable[[int], None]] = field(default_factory=list)  # called with the exit code
     # Shut down the communication library:
     disconnect: list[Callable[[], None]] = field(default_factory=list)
@@ -112,6 +113,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
             restart_after_rank_loss()
         elif (launch := detect(os.environ)).is_root and launch.size > 1:
             time.sleep(LOSS_POLL)  # if a rank is lost, the failure detector reports which one
+            if process_status.reported:  # a collective has failed, as that rank has exited
+                leave(EXIT_FAILURE)
         detail = "".join(traceback.format_exception(error))
         fail(f"failed: {error!r}\n{detail}", code=EXIT_FAILURE, wait=WAIT_FAILURE)
     if code == EXIT_PREEMPTED:

@@ -325,6 +325,7 @@ class FailureDetector:
         if message in (FAILED, LOST):
             self._notify(message)
             if message == FAILED:
+                process_status.reported = True
                 process_status.act(EXIT_FAILURE)  # mpirun is about to kill this process
                 time.sleep(PATIENCE)  # an error of all ranks ends them together in the meantime
             end_after_loss()

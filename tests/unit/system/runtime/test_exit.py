@@ -151,6 +151,11 @@ def test_a_lost_rank_is_reported_by_the_detector_and_not_by_the_failed_collectiv
     assert "Traceback" not in end.err
 
 
+def test_a_collective_that_fails_after_another_rank_is_not_reported() -> None:
+    end = end_of("process_status.reported = True\nraise RuntimeError('closed by peer')", rank=0)
+    assert (end.code, end.err) == (1, "")
+
+
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_a_traceback_for_unexpected_errors_only(rank: int | None) -> None:
     end = end_of("return 1 // 0", rank=rank)
