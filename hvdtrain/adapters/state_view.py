@@ -67,6 +67,15 @@ class Contribution:
     write_all: Callable[[], object] | None = None
 
 
+Take = Callable[[str, str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+"""kind of file, name and tensor -> the tensor, or a copy of it."""
+
+
+def as_it_is(_kind: str, _name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a tensor that may share the memory of the state."""
+    return array
+
+
 class HostCopies:
     """Copies of arrays in host memory, which the next save reuses when this one is over."""
 
@@ -112,8 +121,11 @@ class StateView(ABC):
         self.adapter, self.model = adapter, model
 
     @abstractmethod
-    def export(self, optimizer: Any) -> Checkpoint:
-        """Return the whole state; see ``StateAdapter.export_state``."""
+    def export(self, optimizer: Any, take: Take = as_it_is) -> Checkpoint:
+        """Return the whole state; see ``StateAdapter.export_state``.
+
+        ``take`` gets each tensor as soon as it is in host memory, and returns what to return.
+        """
 
     @abstractmethod
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
@@ -161,12 +173,18 @@ class StateView(ABC):
 
     def nbytes(self, optimizer: Any) -> int:
         """Return the size in bytes of what ``contribute`` copies on this rank."""
-        arrays = self.export(optimizer)
-        return sum(value.nbytes for value in (*arrays.model.values(), *arrays.training.values()))
+        sizes: list[int] = []
+
+        def measure(_kind: str, _name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            sizes.append(array.nbytes)
+            return array[:0] if array.ndim else array
+
+        self.export(optimizer, measure)
+        return sum(sizes)
 
     def fill(self, optimizer: Any, copies: HostCopies) -> None:
         """Allocate ``copies`` by copying the state, as ``contribute`` does."""
-        copies.copies(self.export(optimizer))
+        self.export(optimizer, copies.copy)
 
     def contribute(
         self,
@@ -187,9 +205,7 @@ class StateView(ABC):
             keep: number of recent checkpoints to keep.
             copies: copies to write, so that the training can continue; None: write without a copy.
         """
-        arrays = self.export(optimizer)
-        if copies:
-            arrays = copies.copies(arrays)
+        arrays = self.export(optimizer, copies.copy if copies else as_it_is)
         checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
 
         def write(folder: Path) -> list[Written]:

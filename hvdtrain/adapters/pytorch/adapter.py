@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.pytorch import batchnorm
-from hvdtrain.adapters.state_view import StateView, check_names
+from hvdtrain.adapters.state_view import StateView, Take, as_it_is, check_names
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
+from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.output.text import plural
@@ -50,11 +50,15 @@ class TorchView(StateView):
         return {name for name, value in named if value.requires_grad}
 
     @override
-    def export(self, optimizer: Any) -> Checkpoint:
-        return Checkpoint(
-            {name: self.array(value) for name, value in self.tensors().items()},
-            {name: self.array(value) for name, value in optimizer_tensors(optimizer).items()},
+    def export(self, optimizer: Any, take: Take = as_it_is) -> Checkpoint:
+        model, training = (
+            {name: take(kind, name, self.array(value)) for name, value in tensors.items()}
+            for kind, tensors in (
+                (MODEL_FILE, self.tensors()),
+                (TRAINING_FILE, optimizer_tensors(optimizer)),
+            )
         )
+        return Checkpoint(model, training)
 
     def array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         """Return a tensor of the state for ``export``."""

@@ -25,7 +25,7 @@ from hvdtrain.adapters.partition import balanced_cuts
 from hvdtrain.adapters.pytorch.adapter import TorchView, tensor_of
 from hvdtrain.adapters.pytorch.pipeline_schedule import Pipeline
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
-from hvdtrain.adapters.state_view import compare, digests_of
+from hvdtrain.adapters.state_view import Take, as_it_is, compare, digests_of
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.collectives.torch_distributed import Subgroup, TorchDistributed
 from hvdtrain.config.comm_options import check_stages
@@ -183,8 +183,8 @@ class StageView(ShardedView):
         return self.model.stage_state()
 
     @override
-    def export(self, optimizer: Any) -> Checkpoint:
-        state = super().export(optimizer)
+    def export(self, optimizer: Any, take: Take = as_it_is) -> Checkpoint:
+        state = super().export(optimizer, take)
         whole: list[Arrays] = []
         for tensors in (state.model, state.training):
             arrays = {name: np.array(value) for name, value in tensors.items()}

@@ -15,10 +15,16 @@ import tensorflow as tf
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.adapters.state_view import StateView, check_names
+from hvdtrain.adapters.state_view import StateView, Take, as_it_is, check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
+from hvdtrain.steps.checkpoint_files import (
+    MODEL_FILE,
+    TRAINING_FILE,
+    Arrays,
+    Checkpoint,
+    Tensors,
+)
 from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.machine.threads import local_cores, requested_threads
 from hvdtrain.system.output.text import plural
@@ -36,9 +42,16 @@ class KerasView(StateView):
         return {name for name, value in _named_weights(self.model).items() if id(value) in trained}
 
     @override
-    def export(self, optimizer: Any) -> Checkpoint:
+    def export(self, optimizer: Any, take: Take = as_it_is) -> Checkpoint:
         state = {} if optimizer is None else _named_state(self.model, optimizer)
-        return Checkpoint(_arrays(_named_weights(self.model)), _arrays(state))
+        model, training = (
+            {name: take(kind, name, np.asarray(value.numpy())) for name, value in variables.items()}
+            for kind, variables in (
+                (MODEL_FILE, _named_weights(self.model)),
+                (TRAINING_FILE, state),
+            )
+        )
+        return Checkpoint(model, training)
 
     @override
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
@@ -50,7 +63,7 @@ class KerasView(StateView):
 
     @override
     def local_buffers(self) -> Arrays:
-        return {name: value.copy() for name, value in _arrays(_running(self.model)).items()}
+        return {name: np.array(value.numpy()) for name, value in _running(self.model).items()}
 
     @override
     def set_local_buffers(self, arrays: Arrays) -> None:
@@ -139,10 +152,6 @@ class TensorFlowAdapter(CommonAdapter):
     @override
     def make_deterministic(self) -> None:
         tf.config.experimental.enable_op_determinism()
-
-
-def _arrays(variables: Variables) -> Arrays:
-    return {name: np.asarray(value.numpy()) for name, value in variables.items()}
 
 
 def _assign(variables: Variables, arrays: Tensors, trouble: str) -> None:

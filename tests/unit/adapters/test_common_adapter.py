@@ -13,12 +13,12 @@ import pytest
 
 from hvdtrain.adapters.common_adapter import CommonAdapter, Flags
 from hvdtrain.adapters.preflight import exchange
-from hvdtrain.adapters.state_view import StateView
+from hvdtrain.adapters.state_view import StateView, Take, as_it_is
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import integrity
-from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
+from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
 from hvdtrain.steps.integrity import RankFacts
 from hvdtrain.steps.world import World
 
@@ -31,9 +31,13 @@ class ArrayView(StateView):
     def trained_names(self) -> set[str]:
         return {"w"}
 
-    def export(self, optimizer: Any) -> Checkpoint:
-        arrays = {**self.model["weights"], **self.model["running"]}
-        return Checkpoint(arrays, dict(optimizer or {}))  # no copies, as of PyTorch on a CPU
+    def export(self, optimizer: Any, take: Take = as_it_is) -> Checkpoint:
+        arrays = {**self.model["weights"], **self.model["running"]}  # no copies, as of PyTorch
+        model, training = (
+            {name: take(kind, name, value) for name, value in part.items()}
+            for kind, part in ((MODEL_FILE, arrays), (TRAINING_FILE, optimizer or {}))
+        )
+        return Checkpoint(model, training)
 
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
         for part in ("weights", "running"):

@@ -1,15 +1,29 @@
-"""The progress of a training, as a checkpoint has it."""
+"""The saves of a training, and its progress as a checkpoint has it."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from hvdtrain.collectives.base import SingleRank
+from hvdtrain.config.options import Options
 from hvdtrain.steps.sharding import Position
-from hvdtrain.training.checkpoint_manager import TrainState
+from hvdtrain.system.runtime.exit import process_status
+from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
+from tests.unit.adapters.test_common_adapter import model_of
+from tests.unit.adapters.test_save import StepAdapter, gate
+
+__all__ = ["gate"]
+SLOW = 0.2  # seconds
 
 
 @pytest.mark.parametrize("value", [0.5, 3, None, True, [0.1, 0.2], float("inf")])
@@ -17,3 +31,37 @@ def test_the_progress_is_read_with_any_result_of_a_tasks_own_metric(value: objec
     state = TrainState(7, Position(1, 32), 96, 1.5, 32, {"loss": 0.25, "mine": value}, 1, [[0, 8]])
     content = {**asdict(state), "origin": {}, "path": "x"}  # and other keys
     assert msgspec.convert(json.loads(json.dumps(content)), TrainState) == state
+
+
+def test_the_figures_of_saves_in_the_background(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a pending save has taken counts for the walltime; what the next one waits, as a wait."""
+    monkeypatch.setattr(process_status, "checkpoint", "")
+    adapter: Any = StepAdapter(SingleRank())
+    task = SimpleNamespace(
+        model=model_of(0),
+        optimizer={"m": np.array([3.0])},
+        train=SimpleNamespace(samples=32),
+        best=["accuracy", True],
+    )
+    session: Any = SimpleNamespace(
+        options=Options(checkpoint_dir=tmp_path),
+        adapter=adapter,
+        task=task,
+        workload=SimpleNamespace(name="own"),
+        plan=SimpleNamespace(model="small"),
+    )
+    manager = CheckpointManager(session)
+    manager.save(TrainState(step=1), None)
+    before = manager.longest
+    time.sleep(SLOW)
+    assert manager.longest >= before + SLOW  # it is still pending
+    threading.Timer(SLOW, gate.set).start()
+    manager.save(TrainState(step=2), None)
+    assert manager.saves.waited > SLOW / 2
+    manager.save(TrainState(step=3), "finished", last=True)
+    figures = manager.figures(steps_per_epoch=10, step_seconds=0.1, restart=1.0)
+    assert figures and figures.count == 3 and figures.waited == manager.saves.waited
+    assert figures.stopped >= figures.waited and figures.longest >= 2 * SLOW
+    assert [path.name[-1] for path in sorted(tmp_path.glob("step-*"))] == ["1", "2", "3"]
