@@ -21,7 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -29,9 +31,15 @@ from typing_extensions import override
 
 from hvdtrain.adapters.pytorch.single import SingleAdapter
 from hvdtrain.collectives.base import Communicator, SingleRank
+from hvdtrain.config.options import Options
+from hvdtrain.steps.summary import Summary
 from hvdtrain.system.runtime import failure_detector
+from hvdtrain.training import checks
+from hvdtrain.training.summary import with_usage
+from hvdtrain.training.throughput import Clock
 
 PER_HOST = 8
+TOGETHER = 64  # peers that connect at the same time
 RUNS = 3  # of which the fastest counts: others use the cores, too
 SECONDS = 1.0  # at most, for up to 4,096 ranks
 GROWTH = 1.5  # of the time, at most, relative to that of the number of ranks
@@ -71,10 +79,12 @@ def be_peers(endpoint: bytes, hosts: int, ready: Any) -> None:
     ready.recv()  # the start of this process is not measured
     root = json.loads(endpoint)
     secret = bytes.fromhex(root["secret"])
-    connections = [
-        failure_detector.connect([("127.0.0.1", root["port"])], PER_HOST * host, secret)
-        for host in range(1, hosts)
-    ]
+
+    def connect(host: int) -> Any:
+        return failure_detector.connect([("127.0.0.1", root["port"])], PER_HOST * host, secret)
+
+    with ThreadPoolExecutor(TOGETHER) as threads:
+        connections = list(threads.map(connect, range(1, hosts)))
     ready.send(all(connections))
     with contextlib.suppress(EOFError):
         ready.recv()  # until rank 0 has ended
@@ -95,7 +105,10 @@ def start_and_save(ranks: int) -> NoReturn:
     seconds: dict[str, float] = {}
     adapter = RankZero()
     adapter.peers = ranks
-    model = torch.nn.Linear(8, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    task: Any = SimpleNamespace(
+        train=SimpleNamespace(samples=10 * ranks, digest="0" * 64), test=None
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     with measured("initialize", seconds):
         adapter.initialize()
@@ -105,6 +118,9 @@ def start_and_save(ranks: int) -> NoReturn:
         assert started.recv(), "a peer was refused"
     with measured("pin_device", seconds):
         adapter.pin_device()
+    with measured("options and data", seconds):
+        checks.check_options(adapter, Options(), "")
+        checks.check_data(adapter, task)
     with measured("shard_data", seconds):
         adapter.shard_data(10 * ranks, global_batch=ranks, digest="0" * 64)
     with measured("distribute_optimizer", seconds):
@@ -115,6 +131,8 @@ def start_and_save(ranks: int) -> NoReturn:
         adapter.communicator.together(lambda: None)
     with tempfile.TemporaryDirectory() as folder, measured("save_checkpoint", seconds):
         adapter.save_checkpoint(Path(folder), model, optimizer, state={"step": 1})
+    with measured("summary", seconds):
+        with_usage(Summary(), adapter, Clock())
     steps = ", ".join(f"{name} {value:.3f}" for name, value in seconds.items())
     print(f"{sum(seconds.values()):.3f} s for {ranks} ranks: {steps}", flush=True)
     os._exit(0)  # its peers end with it, which the failure detector would report

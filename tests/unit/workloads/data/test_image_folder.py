@@ -156,6 +156,12 @@ def test_broken_images_are_reported_with_a_reason(tmp_path: Path) -> None:
     assert broken(tmp_path / "absent.jpg")
 
 
+def test_a_small_file_of_a_huge_image_is_not_decoded(tmp_path: Path) -> None:
+    Image.new("1", (20_000, 10_000)).save(path := tmp_path / "huge.png")
+    assert path.stat().st_size < 2**16
+    assert "DecompressionBombError" in (broken(path) or "")
+
+
 def test_without_broken_leaves_out_and_lists_just_those(tmp_path: Path) -> None:
     folder(tmp_path, ant=3, bee=2, cat=2)
     picture(tmp_path / "cat" / "grey.jpg", "L")
