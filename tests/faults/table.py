@@ -23,7 +23,7 @@ from hvdtrain.steps.checkpoint import load_newest, newest_name
 from hvdtrain.system.runtime import walltime
 from tests.cluster.hosts import TwoHosts
 from tests.conftest import BIN, executable, until
-from tests.faults.job import EVERY, STRATEGIES, Job
+from tests.faults.job import EVERY, FILLER, STRATEGIES, Job
 
 GOES_ON, STOPPED = 0, 75
 RANK = 1  # that has the fault
@@ -35,6 +35,7 @@ NAMED = rf"rank {RANK} on {HOST}"
 FAILED = rf"{NAMED}, step \d+: "
 LOST = rf"rank 0 on {HOST}, step \d+: {NAMED} exited unexpectedly"
 LATE = rf"waiting for {NAMED}"
+HOST_LOST = r"host ht\d+-host2 was lost"
 SILENT = rf"host ht\d+-host2 \(rank {RANK}\) has not answered for 15 s"
 REMOVED = "the directory was removed|cannot be written"
 KILLED = 128 + signal.SIGKILL
@@ -129,7 +130,7 @@ def disk(job: Job) -> Iterator[None]:
 def fill(folder: Path) -> None:
     """Fill the file system of a folder."""
     try:
-        with (folder / "full").open("wb", buffering=0) as file:
+        with (folder / FILLER).open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
     except OSError as error:
@@ -290,12 +291,10 @@ def two_hosts(job: Job) -> Iterator[None]:
     hosts = TwoHosts(folder)
     hosts.start()
     addresses = ",".join(f"{hosts.address(number)}:1" for number in (1, 2))
-    by_launch = job.launcher[0] == "hvdtrain"
-    job.launcher = (
-        ["hvdtrain", "launch", "-n", "2", "--hosts", addresses, "--"]
-        if by_launch
-        else ["mpirun", "-H", addresses, "-n", "2"]
-    )
+    *launch, _ = job.launcher
+    by_launch = [*launch, "--hosts", addresses, "--"]
+    by_mpirun = ["mpirun", "-H", addresses, "-n", "2"]
+    job.launcher = by_launch if launch[0] == "hvdtrain" else by_mpirun
     job.prefix = hosts.on(1)
     job.extra = {**hosts.variables, "TMPDIR": str(job.temporary)}
     job.hosts = hosts
@@ -510,22 +509,30 @@ FAULTS: Mapping[str, Fault] = {
     "daemon: SIGKILL": Fault(
         signal_launcher("prted", signal.SIGKILL),
         range(1, 256),
-        r"host ht\d+-host2 was lost",
+        HOST_LOST,
         30,
         "launch",
         **ON_HOSTS,
     ),
     **{
         f"daemon: {number.name}": Fault(
-            signal_launcher("prted", number), range(256), "", 30, "launch", **ON_HOSTS
+            signal_launcher("prted", number),
+            range(1, 256),
+            f"SIGTERM on rank {RANK}: {SAVED}",  # which it sends to its ranks
+            30,
+            "launch",
+            **ON_HOSTS,
         )
-        for number in (
-            *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
-            *(signal.SIGUSR1, signal.SIGUSR2),
+        for number in (signal.SIGTERM, signal.SIGINT)
+    },
+    **{
+        f"daemon: {number.name}": Fault(
+            signal_launcher("prted", number), range(1, 256), HOST_LOST, 30, "launch", **ON_HOSTS
         )
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # which end it
     },
     "daemon: suspended for ever": Fault(
-        signal_launcher("prted", signal.SIGSTOP), (0, 124), "", 90, "timeout", **ON_HOSTS
+        signal_launcher("prted", signal.SIGSTOP), (124,), "no output", 90, "timeout", **ON_HOSTS
     ),
     "daemon: suspended for 20 s": Fault(
         suspend(lambda job: job.launchers("prted")[0]), (GOES_ON,), pace=LONG_PACE, **ON_HOSTS
