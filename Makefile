@@ -114,6 +114,7 @@ soak: setup  ## what takes too long for test-all: faults again and again, all pa
 	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/parallel/test_elastic*.py)
 	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/cluster/test_two_hosts.py) -k elastic
 	python -m benchmarks.memory
+	python -m benchmarks.many_ranks
 
 docs: setup  ## make site/ of the pages and the API reference; a dead link or name fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
