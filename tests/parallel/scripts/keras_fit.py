@@ -450,7 +450,7 @@ def commits_follow_the_ranks(folder: Path, wrap: Callable[[Any], Any]) -> None:
         assert state._agreed_reason() == ""
         if RANK == 0:
             # Too few seconds for a step, a save and a reserve.
-            state._preemption.walltime.ends = time.time() + 20
+            state._preemption.walltime.ends = time.monotonic() + 20
         assert state._agreed_reason() == "the walltime is near"
 
 
