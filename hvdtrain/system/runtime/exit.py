@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
-import re
 import socket
 import stat
 import sys
@@ -238,23 +238,35 @@ def _write_beside(process: Path | None, line: str) -> bool:
     if process is None:
         return False
     with contextlib.suppress(OSError):
-        handle = os.open(process / "fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
-        with os.fdopen(handle, "wb", buffering=0) as file:
-            if stat.S_ISREG(os.fstat(handle).st_mode) and not _appends(process):
+        try:
+            handle = _standard_error_of(process)
+        except OSError:  # not permitted, or an old kernel
+            handle = os.open(process / "fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+            if stat.S_ISREG(os.fstat(handle).st_mode):
                 write_after(int(process.name), line, handle)
-            else:
-                file.write(line.encode())
+                return True
+        with os.fdopen(handle, "wb", buffering=0) as file:
+            file.write(line.encode())
         return True
     return False
 
 
-def _appends(process: Path) -> bool:
-    """Return whether a process writes its standard error to the end of a file (``>>``).
+PIDFD_GETFD = 438  # number of a system call of Linux, on all architectures
 
-    Otherwise it writes at its own offset, over what others have appended.
+
+def _standard_error_of(process: Path) -> int:
+    """Return a duplicate of the standard error of a process.
+
+    It has the same offset. Otherwise, if it is a file that is not appended to, that process would
+    write its next output over the line.
     """
-    flags = re.search(r"^flags:\s*([0-7]+)", (process / "fdinfo/2").read_text(), re.MULTILINE)
-    return bool(flags and int(flags[1], 8) & os.O_APPEND)
+    opened = os.pidfd_open(int(process.name))
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle: int = libc.syscall(PIDFD_GETFD, opened, 2, 0)
+    os.close(opened)
+    if handle < 0:
+        raise OSError(ctypes.get_errno(), "pidfd_getfd")
+    return handle
 
 
 def leave(code: int) -> NoReturn:

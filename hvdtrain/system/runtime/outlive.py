@@ -15,7 +15,6 @@ import contextlib
 import multiprocessing.connection
 import os
 import re
-import select
 import signal
 import sys
 import threading
@@ -33,6 +32,7 @@ FORWARD = 1.0  # seconds for mpirun to forward the rank's output
 TIMES = 3  # number of SIGINTs: orderly end, warning, immediate end
 APART = 0.3  # seconds between them
 START = 0.1  # seconds for a small program to start
+POLL = 0.01  # seconds between two looks at a process
 END = 60.0  # seconds for mpirun to end after its ranks
 
 
@@ -172,9 +172,9 @@ def write_after(process: int, text: str, output: int) -> None:
 
 def write_when_ended(process: int, text: str) -> None:
     """Write ``text`` to the standard output when ``process`` has ended, at most ``END`` later."""
-    with contextlib.suppress(OSError):  # it has ended
-        handle = os.pidfd_open(process)
-        select.select([handle], [], [], END)
+    deadline = time.monotonic() + END
+    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
+        time.sleep(POLL)
     os.write(1, text.encode())
 
 

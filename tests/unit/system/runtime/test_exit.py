@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
+from hvdtrain.system.runtime import exit as exit_module
 from hvdtrain.system.runtime.exit import LOSS_POLL, WAIT_FAILURE, WAIT_USAGE, agreed
 from tests.conftest import Outcome, begin, run, until
 
@@ -250,3 +251,27 @@ def test_nothing_is_left_behind_however_it_ends(ending: str, tmp_path: Path) -> 
         )
     finally:
         shutil.rmtree(scratch)
+
+
+@pytest.mark.parametrize(("permitted", "order"), [(True, "one mine two"), (False, "one two mine")])
+def test_a_line_beside_the_output_of_another_process_is_not_overwritten(
+    permitted: bool, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file that it does not append to; if its descriptor cannot be had, after its end."""
+    if not permitted:
+        monkeypatch.setattr(exit_module, "PIDFD_GETFD", -1)
+    log = tmp_path / "log"
+    script = "echo one >&2; read go; echo two >&2"
+    with log.open("w") as file:
+        other = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stderr=file)
+    until(lambda: log.read_text() == "one\n")
+    if permitted:
+        try:
+            os.close(exit_module._standard_error_of(Path(f"/proc/{other.pid}")))
+        except OSError as error:
+            other.communicate(b"\n")
+            pytest.skip(f"the descriptor cannot be had here: {error}")
+    assert exit_module._write_beside(Path(f"/proc/{other.pid}"), "mine\n")
+    other.communicate(b"\n")
+    until(lambda: len(log.read_text().split()) == 3)
+    assert log.read_text().split() == order.split()
