@@ -177,7 +177,7 @@ class StateView(ABC):
 
         def measure(_kind: str, _name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             sizes.append(array.nbytes)
-            return array[:0] if array.ndim else array
+            return array[:0] if array.ndim else array  # its memory is not kept
 
         self.export(optimizer, measure)
         return sum(sizes)

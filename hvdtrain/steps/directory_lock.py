@@ -119,8 +119,8 @@ class DirectoryLock:
             if self._create():
                 log.warning(
                     "the lock of the checkpoint directory %s is missing: the directory was removed "
-                    "or emptied, or its file system was unmounted. Check that; checkpoints are now "
-                    "written to the directory as it is",
+                    "or emptied, or its file system was unmounted. Check that; later checkpoints "
+                    "are written to it as it is now",
                     self.directory,
                 )
         holder = _read_holder(self.path)

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, configuration, settings
 
 from hvdtrain import cli
 from hvdtrain.collectives.base import Communicator
+from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.system.runtime.detect import LAUNCHERS, TORCHRUN_MARK
 
 # No deadline, as cores are shared; no database, and other files in /tmp, to leave nothing behind.
@@ -149,3 +150,16 @@ def run_on_ranks(size: int, action: Callable[[Communicator], Any]) -> list[Any]:
 def on_ranks() -> OnRanks:
     """Return a function that calls a function on each rank, in threads, with a communicator."""
     return run_on_ranks
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The writing thread stands still until this is set, as if the disk were slow."""
+    opened, write = threading.Event(), checkpoints.write_files
+
+    def late(*arguments: Any) -> Any:
+        assert opened.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoints, "write_files", late)
+    return opened

@@ -25,6 +25,7 @@ EXIT_RESTART = 76  # of a rank that is to be restarted
 MOST = 2**10  # bytes of an answer
 EVERY = 1.0  # seconds between queries for other slots, the driver's own interval
 
+# Of the driver's answer on a rank, and of its variables HOROVOD_*.
 RANK_FIELDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 # Requests: the rank of this slot, which also reports readiness and is answered when all slots have
 # sent it or ended; whether the slots are to change; whether another rank is lost.

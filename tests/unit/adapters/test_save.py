@@ -55,19 +55,6 @@ def begun(communicator: Communicator, folder: Path, **changes: Any) -> tuple[Any
     return adapter, model, save
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The writing thread stands still until this is set, as if the disk were slow."""
-    opened, write = threading.Event(), checkpoints.write_files
-
-    def late(*arguments: Any) -> Any:
-        assert opened.wait(60)
-        return write(*arguments)
-
-    monkeypatch.setattr(checkpoints, "write_files", late)
-    return opened
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_is_saved_is_the_state_at_the_call(
     on_ranks: Any, tmp_path: Path, gate: threading.Event, size: int

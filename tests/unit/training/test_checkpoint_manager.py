@@ -20,9 +20,8 @@ from hvdtrain.steps.sharding import Position
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from tests.unit.adapters.test_common_adapter import model_of
-from tests.unit.adapters.test_save import StepAdapter, gate
+from tests.unit.adapters.test_save import StepAdapter
 
-__all__ = ["gate"]
 SLOW = 0.2  # seconds
 
 
