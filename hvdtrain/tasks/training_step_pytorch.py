@@ -24,7 +24,7 @@ from hvdtrain.tasks.task import NotFinite, Task
 Losses = Callable[[torch.Tensor, Any], torch.Tensor]
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-REORDERS = "reorder_for_peak_memory"  # an option of torch.compile
+KERNEL_ORDER = "reorder_for_peak_memory"  # an option of torch.compile
 
 
 class InMemory(Indexed):
@@ -149,8 +149,10 @@ class TorchTask(Task):
         # PyTorch 2.13 reorders kernels to save memory, and on a CPU a convolution's backward pass
         # then reads the gradient of a max pooling before it is written: the gradients of the layers
         # below are zero. Older versions do not have the option.
-        kept: Any = {REORDERS: False} if REORDERS in torch._inductor.list_options() else None
-        compiled = torch.compile(plain, options=kept)
+        known = torch._inductor.list_options()
+        compiled = torch.compile(
+            plain, options={KERNEL_ORDER: False} if KERNEL_ORDER in known else None
+        )
         self.model.forward = lambda x: (compiled if len(x) else plain)(x)
 
     @property

@@ -65,8 +65,8 @@ class Clock:
     seconds: array[float] = field(default_factory=_numbers)
     images: array[int] = field(default_factory=lambda: array("q"))
     data: array[float] = field(default_factory=_numbers)  # seconds of the wait for the batch
-    blocked: array[float] = field(default_factory=_numbers)  # seconds, by others; nan: unknown
-    processor: array[float] = field(default_factory=_numbers)  # seconds of all threads
+    blocked: array[float] = field(default_factory=_numbers)  # seconds, by other ranks; nan: unknown
+    processor: array[float] = field(default_factory=_numbers)  # seconds of all threads of the rank
     left_out: set[int] = field(default_factory=set)
     started: float = field(default_factory=lambda: psutil.Process().create_time())
     first_step: float | None = None
