@@ -132,6 +132,10 @@ def check(target: Target, data: bytes, folder: Path) -> HvdtrainError | None:
             refusal, line = error, str(error)
             if len(line.splitlines()) != 1 or not line.isprintable() or len(line) > 1.1 * LONGEST:
                 raise BrokenPromiseError(f"not one printable line: {line[:LONGEST]!r}") from error
+        except Exception as error:
+            if _audit.forbidden:  # a library raised another error from it
+                raise BrokenPromiseError(_audit.forbidden[0]) from error
+            raise
     growth = _kibibytes("VmHWM") - memory
     seconds = time.process_time() - began
     if _audit.forbidden:

@@ -35,16 +35,23 @@ SHRINKING = 20  # seconds to try smaller inputs for each finding
 HANG = 150  # seconds of an input after which libFuzzer ends the process
 
 
-def signature(target: Target, data: bytes, folder: Path) -> str:
-    """Return the error of an input, and the line that raised it; empty: the promise is kept."""
+def error_of(target: Target, data: bytes, folder: Path) -> Exception | None:
+    """Return the error that breaks the promise for an input."""
     try:
         check(target, data, folder)
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        last = [frame for frame in frames if "/hvdtrain/" in frame.filename][-1:] or frames[-1:]
-        where = "".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in last)
-        return f"{type(error).__name__} at {where}"
-    return ""
+        return error
+    return None
+
+
+def signature(error: Exception | None) -> str:
+    """Return the type of an error and the line of the project that raised it; empty: none."""
+    if error is None:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = [frame for frame in frames if "/hvdtrain/" in frame.filename][-1:] or frames[-1:]
+    where = "".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in last)
+    return f"{type(error).__name__} at {where}"
 
 
 def smaller(data: bytes, breaks: Callable[[bytes], bool]) -> bytes:
@@ -74,16 +81,20 @@ class Search:
     def take(self, data: bytes) -> None:
         """Check an input; end the process when the time is over."""
         self.inputs += 1
-        kind = signature(self.target, data, self.folder)
+        error = error_of(self.target, data, self.folder)
+        kind = signature(error)
         if kind and kind not in self.found:
             self.found.add(kind)
             path = self.out / hashlib.sha256(data).hexdigest()[:12]
             path.write_bytes(data)  # at once: a smaller one may not end
+            path.with_suffix(".traceback").write_text("".join(traceback.format_exception(error)))
             print(f"{self.target.name}: {kind}: {path}", flush=True)
             end = min(self.end, time.monotonic() + SHRINKING)
 
             def breaks(part: bytes) -> bool:
-                return time.monotonic() < end and signature(self.target, part, self.folder) == kind
+                if time.monotonic() >= end:
+                    return False
+                return signature(error_of(self.target, part, self.folder)) == kind
 
             path.write_bytes(smaller(data, breaks))
         if time.monotonic() > self.end:
