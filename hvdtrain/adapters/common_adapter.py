@@ -142,6 +142,9 @@ class CommonAdapter(StateAdapter):
         """
         return nullcontext()
 
+    def share_weights(self) -> None:
+        """Send the weights of this rank's share to the others, if they have them, too."""
+
     def sum_shards(self, values: Any) -> Any:
         """Return the sum over the ranks of per-shard results, e.g. squared norms.
 

@@ -30,6 +30,8 @@ from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
 
 TENSORFLOWS_SEED = 2**32 - 1  # of keras.utils.set_random_seed and NumPy's legacy generator
 LONGEST_CYCLE = 1000  # milliseconds
+LAYERWISE = ("lars", "lamb")  # optimizers that scale the update of each weight by its norm
+OPTIMIZERS = ("sgd", "adam", "adamw", *LAYERWISE)
 LARGEST_FUSION = 2**20  # MiB: a tebibyte
 TASK_OPTIONS = "task options"  # title of the options that a workload adds
 
@@ -84,7 +86,7 @@ class Options(CommOptions):
     )
     batch_size: int | None = option(None, "number of samples per rank and forward pass", batch)
     lr: float | None = option(None, "learning rate for one rank", non_negative)
-    optimizer: str = option("sgd", "optimizer", choices=("sgd", "adam", "adamw"))
+    optimizer: str = option("sgd", "optimizer", choices=OPTIMIZERS)
     precision: str = option(
         "auto",
         "numeric precision; bf16 and fp16: of the forward pass in training (autocast)",
@@ -125,6 +127,12 @@ class Options(CommOptions):
         "--global-batch-size is set, with adasum, and for ssd300)",
         choices=SCALINGS,
     )
+    lr_base_batch: int | None = option(
+        None,
+        "global batch for which --lr is right: the learning rate grows by --lr-scaling with the "
+        "global batch divided by this number, instead of with the number of ranks",
+        batch,
+    )
     warmup_epochs: float | None = option(None, "number of warm-up epochs", non_negative)
     warmup_steps: int | None = option(
         None, "number of warm-up updates, instead of --warmup-epochs", count
@@ -138,9 +146,25 @@ class Options(CommOptions):
     lr_decay: float = option(
         0.1, "decay factor at each milestone of the multistep schedule", non_negative
     )
-    momentum: float = option(0.9, "momentum of SGD", fraction)
+    momentum: float = option(0.9, "momentum of SGD and LARS", fraction)
+    nesterov: bool = option(False, "use Nesterov momentum (--optimizer sgd)", bool)
     weight_decay: float | None = option(
-        None, "weight decay (adamw: decoupled; otherwise an L2 penalty)", non_negative
+        None, "weight decay (adamw, lars, lamb: decoupled; otherwise an L2 penalty)", non_negative
+    )
+    no_decay_on_norm: bool = option(
+        False,
+        "do not decay biases and the parameters of normalization layers (always so with lars and "
+        "lamb, which do not scale their updates either)",
+        bool,
+    )
+    label_smoothing: float = option(
+        0.0, "share of each label that is spread evenly over all classes, in training", fraction
+    )
+    ema: float = option(
+        0.0,
+        "decay per update of an exponential moving average of the weights, which is evaluated "
+        "instead of them and saved beside them, e.g. 0.999; 0: none",
+        fraction,
     )
     clip_norm: float = option(
         0.0, "maximum L2 norm of the gradients of an update; 0: no clipping", non_negative
@@ -272,6 +296,8 @@ def check(options: Options) -> Options:
         if all(value is not None and value is not False for value in values):  # 0 is a value
             first, second = (f"--{name.replace('_', '-')}" for name in names)
             raise UsageError(f"{first} and {second} contradict each other: give one")
+    if options.nesterov and (options.optimizer != "sgd" or not options.momentum):
+        raise UsageError("--nesterov needs --optimizer sgd with --momentum")
     if options.accumulate_steps > 1 and options.sync_batchnorm:
         raise UsageError(
             "--sync-batchnorm needs the global batch in one pass, --accumulate-steps cuts it into "

@@ -53,13 +53,19 @@ class Layerwise(torch.optim.Optimizer):
                 self.state[parameter][name] = torch.zeros_like(parameter)
         return [local(self.state[parameter][name]) for parameter in parameters]
 
-    def _norms(self, *lists: Tensors) -> list[torch.Tensor]:
-        """Return the L2 norms of the whole tensors of each list, as a vector per list."""
+    def _norms(
+        self, parameters: Sequence[torch.nn.Parameter], *lists: Tensors
+    ) -> list[torch.Tensor]:
+        """Return the L2 norms of the whole tensors of each list, as a vector per list.
+
+        Each list has this rank's part of a tensor for each of the ``parameters``.
+        """
         norms = torch.stack(
             [norm for tensors in lists for norm in torch._foreach_norm(tensors)]  # type: ignore[attr-defined]
         )
-        whole: torch.Tensor = self.sum_shards(norms.square()).sqrt()
-        return list(whole.split([len(tensors) for tensors in lists]))
+        if any(hasattr(parameter, "to_local") for parameter in parameters):
+            norms = self.sum_shards(norms.square()).sqrt()
+        return list(norms.split([len(tensors) for tensors in lists]))
 
 
 class Lars(Layerwise):
@@ -97,7 +103,7 @@ class Lars(Layerwise):
         velocities = self._buffers(parameters, "momentum_buffer")
         rate, decay = group["lr"], group["weight_decay"]
         if group["scaled"]:
-            of_weights, of_gradients = self._norms(weights, gradients)
+            of_weights, of_gradients = self._norms(parameters, weights, gradients)
             ratio = group["trust"] * of_weights / (of_gradients + decay * of_weights)
             updates = torch._foreach_add(gradients, weights, alpha=decay)
             torch._foreach_mul_(updates, rates(rate, ratio, of_weights, of_gradients))
@@ -154,7 +160,7 @@ class Lamb(Layerwise):
         torch._foreach_div_(updates, roots)
         if group["scaled"]:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-            of_weights, of_updates = self._norms(weights, updates)
+            of_weights, of_updates = self._norms(parameters, weights, updates)
             ratio = of_weights / of_updates
             torch._foreach_mul_(updates, rates(group["lr"], ratio, of_weights, of_updates))
         else:

@@ -45,6 +45,8 @@ class Task(ABC):
             next one outside of it sums them over the ranks.
         sum_shards: function that sums a tensor of results for this process's shard of parameters
             or gradients; if they are not sharded, it returns the tensor.
+        share_weights: function that sends the weights that only this process has updated to the
+            others, which have them, too.
         not_finite: reason for which the last ``update`` was not made; None: made or ``deferred``.
         may_defer: whether an update with gradients that are not finite may be reported later,
             which saves a synchronization with the device.
@@ -62,6 +64,7 @@ class Task(ABC):
     needs_empty_forward = False
     no_sync: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
     sum_shards: Callable[[Any], Any] = staticmethod(lambda values: values)
+    share_weights: Callable[[], None] = staticmethod(lambda: None)
     not_finite: NotFinite | None = None
     may_defer = False
 
@@ -79,6 +82,10 @@ class Task(ABC):
     def deferred(self) -> bool:
         """Whether skipped updates are reported by ``updates_left_out``, not ``not_finite``."""
         return False
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context with the moving average of the weights, if the options ask for one."""
+        return nullcontext()
 
     @abstractmethod
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> Any:
@@ -118,6 +125,12 @@ class Task(ABC):
         """Return results of ``update`` as numbers; synchronizes with the device."""
 
 
+def check_smoothing(*, classifies: bool) -> None:
+    """Raise ``UsageError`` if a task that does not classify is trained with label smoothing."""
+    if not classifies:
+        raise UsageError("--label-smoothing is for classifiers: omit it, this task has another loss")
+
+
 @dataclass(frozen=True)
 class LearningRates:
     """The default learning rate of a workload, by optimizer: Adam's step is scale-invariant.
@@ -128,6 +141,8 @@ class LearningRates:
     sgd: float
     adam: float
     adamw: float
+    lars: float
+    lamb: float
 
     def of(self, optimizer: str) -> float:
         """Return the learning rate for a value of ``--optimizer``."""

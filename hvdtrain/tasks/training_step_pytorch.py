@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,10 @@ from hvdtrain.steps.sharding import Indices, Part, bounds
 from hvdtrain.system.machine import accelerator
 from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
+from hvdtrain.tasks.moving_average import MovingAverage
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
-from hvdtrain.tasks.task import NotFinite, Task
+from hvdtrain.tasks.layerwise_pytorch import Lamb, Lars, Layerwise
+from hvdtrain.tasks.task import NotFinite, Task, check_smoothing
 
 Losses = Callable[[torch.Tensor, Any], torch.Tensor]
 
@@ -59,9 +63,12 @@ class InMemory(Indexed):
         return Batch(self.images[index], self.labels[index])
 
 
-def cross_entropy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each sample of a classifier, shape (n,), from logits and classes."""
-    return F.cross_entropy(output, y, reduction="none")
+def cross_entropy(output: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
+    """Return the loss of each sample of a classifier, shape (n,), from logits and classes.
+
+    A share ``smoothing`` of each label is spread evenly over all classes (Szegedy et al., 2016).
+    """
+    return F.cross_entropy(output, y, reduction="none", label_smoothing=smoothing)
 
 
 class TorchTask(Task):
@@ -93,6 +100,11 @@ class TorchTask(Task):
         columns: Columns = CLASSES,
     ) -> None:
         self.options, self.losses, self.metrics = options, losses, metrics
+        self._training_losses = losses
+        if options.label_smoothing:
+            check_smoothing(classifies=losses is cross_entropy)
+            smoothed = functools.partial(cross_entropy, smoothing=options.label_smoothing)
+            self._training_losses = smoothed
         self.columns = columns
         self.device = torch.device(options.device)
         self.dtype = torch.float64 if options.precision == "fp64" else torch.float32
@@ -101,6 +113,9 @@ class TorchTask(Task):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         on_gpu = self.device.type != accelerator.CPU
         self.optimizer = make_optimizer(self.model, options, fused=on_gpu)
+        if isinstance(self.optimizer, Layerwise):
+            self.optimizer.sum_shards = lambda norms: self.sum_shards(norms)
+        self._average = MovingAverage(self.optimizer, options.ema) if options.ema else None
         self.train, self.test = train, test
         self.scale = tuple(
             torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale
@@ -134,6 +149,10 @@ class TorchTask(Task):
             loss += self._backward(last, batch.count)
         self._step(batch, loss, seed)
         return loss
+
+    @override
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        return self._average.in_use(self.share_weights) if self._average else nullcontext()
 
     @override
     def compile(self) -> None:
@@ -204,11 +223,12 @@ class TorchTask(Task):
             self.device.type, self.low_precision, enabled=self.low_precision is not None
         ):
             output = self.model(self._input(batch.x))
+        losses = self._each(self._training_losses, output.to(self.dtype), batch.y)
         # A sum over a count: the loss of an empty batch is 0, and so are its gradients.
-        return self._each(output.to(self.dtype), batch.y).sum() / max(1, count)
+        return losses.sum() / max(1, count)
 
-    def _each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        losses = self.losses(output, y)
+    def _each(self, function: Losses, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses = function(output, y)
         if losses.shape != (len(y),):
             raise UsageError(
                 f"the losses of {len(y)} samples have the shape {tuple(losses.shape)}: a task "
@@ -256,7 +276,7 @@ class TorchTask(Task):
         output = self.model(self._input(batch.x)).to(torch.float64)
         for metric in metrics:
             metric.update(Batch(batch.x, y.cpu().numpy()), output.cpu().numpy())
-        return float(self._each(output, y).sum())
+        return float(self._each(self.losses, output, y).sum())
 
     @torch.no_grad()
     @override
@@ -360,9 +380,18 @@ def make_optimizer(
     model: torch.nn.Module, options: Options, *, fused: bool = False
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``options`` name; its learning rate is set before each step."""
-    common: Any = {"lr": 1.0, "weight_decay": options.weight_decay or 0.0, "fused": fused}
+    decay, momentum = options.weight_decay or 0.0, options.momentum
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if options.optimizer == "lars":
+        return Lars(parameters, momentum=momentum, weight_decay=decay)
+    if options.optimizer == "lamb":
+        return Lamb(parameters, weight_decay=decay)
+    groups: Any = parameters
+    if options.no_decay_on_norm:
+        weights, others = ([p for p in parameters if (p.ndim > 1) == many] for many in (True, False))
+        groups = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+    common: Any = {"lr": 1.0, "weight_decay": decay, "fused": fused}
     if options.optimizer == "sgd":
-        return torch.optim.SGD(parameters, momentum=options.momentum, **common)
+        return torch.optim.SGD(groups, momentum=momentum, nesterov=options.nesterov, **common)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options.optimizer]
-    return kind(parameters, **common)
+    return kind(groups, **common)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,8 @@ from hvdtrain.steps.sharding import Indices, Part
 from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
-from hvdtrain.tasks.task import NotFinite, Task
+from hvdtrain.tasks import layerwise_tensorflow
+from hvdtrain.tasks.task import NotFinite, Task, check_smoothing
 
 Losses = Callable[[Any, Any], Any]
 
@@ -57,9 +59,16 @@ class InMemory(Indexed):
         return Batch(tf.gather(self.images, indices), tf.gather(self.labels, indices))
 
 
-def cross_entropy(output: Any, y: Any) -> Any:
-    """Return the loss of each sample of a classifier, shape (n,), from logits and classes."""
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(y, output)
+def cross_entropy(output: Any, y: Any, smoothing: float = 0.0) -> Any:
+    """Return the loss of each sample of a classifier, shape (n,), from logits and classes.
+
+    A share ``smoothing`` of each label is spread evenly over all classes (Szegedy et al., 2016).
+    """
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, output)
+    if not smoothing:
+        return losses
+    spread = -tf.reduce_mean(tf.nn.log_softmax(output), axis=-1)
+    return (1 - smoothing) * losses + smoothing * spread
 
 
 class TFTask(Task):
@@ -95,10 +104,15 @@ class TFTask(Task):
         columns: Columns = CLASSES,
     ) -> None:
         self.options, self.losses, self.metrics = options, losses, metrics
+        self._training_losses = losses
+        if options.label_smoothing:
+            check_smoothing(classifies=losses is cross_entropy)
+            smoothed = functools.partial(cross_entropy, smoothing=options.label_smoothing)
+            self._training_losses = smoothed
         self.columns = columns
         self.model = model
         self.dtype = tf.as_dtype(weight_dtype(options))
-        self.optimizer = make_optimizer(options)
+        self.optimizer = make_optimizer(options, model.trainable_variables)
         self.optimizer.build(model.trainable_variables)
         self.train, self.test = train, test
         self.scale = tuple(tf.constant(value, self.dtype) for value in scale)
@@ -170,7 +184,7 @@ class TFTask(Task):
         with tf.GradientTape() as tape:
             with self._lowered():
                 output = self.model(self._input(pixels), training=True)
-            losses = self._each(tf.cast(output, self.dtype), labels)
+            losses = self._each(self._training_losses, tf.cast(output, self.dtype), labels)
             # A sum over a count: the loss of an empty batch is 0, and so are its gradients.
             loss = tf.reduce_sum(losses) / tf.cast(tf.maximum(count, 1), self.dtype)
             # A loss that is not finite makes the gradients so, which inform all ranks.
@@ -211,6 +225,25 @@ class TFTask(Task):
             for layer, policy in zip(layers, before, strict=True):
                 layer.dtype_policy = policy
 
+    @contextmanager
+    @override
+    def averaged_weights(self) -> Iterator[None]:
+        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        if not (self.options.ema and int(optimizer.iterations)):
+            yield
+            return
+        variables = self.model.trainable_variables
+        weights = [variable.numpy() for variable in variables]
+        for variable, average in zip(
+            variables, optimizer._model_variables_moving_average, strict=True
+        ):
+            variable.assign(average)
+        try:
+            yield
+        finally:
+            for variable, value in zip(variables, weights, strict=True):
+                variable.assign(value)
+
     @override
     def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
         if self._evaluate is None:
@@ -222,10 +255,10 @@ class TFTask(Task):
 
     def _traced_evaluate(self, pixels: Any, labels: Any) -> tuple[Any, Any]:
         output = tf.cast(self.model(self._input(pixels), training=False), tf.float64)
-        return tf.reduce_sum(self._each(output, labels)), output
+        return tf.reduce_sum(self._each(self.losses, output, labels)), output
 
-    def _each(self, output: Any, labels: Any) -> Any:
-        losses = self.losses(output, labels)
+    def _each(self, function: Losses, output: Any, labels: Any) -> Any:
+        losses = function(output, labels)
         if losses.shape.rank != 1:
             raise UsageError(
                 f"the losses have the shape {losses.shape}: a task must return one per sample"
@@ -276,6 +309,7 @@ class _Guarded:
     """
 
     penalty = 0.0
+    least = 0  # number of dimensions of a variable that has the penalty
     clip_norm = 0.0
     bad: Any  # in the current trace: the index of a gradient that is not finite, or -1
 
@@ -288,6 +322,8 @@ class _Guarded:
         if self.penalty:
             grads = [
                 gradient + tf.cast(self.penalty, gradient.dtype) * variable.value
+                if len(variable.shape) >= self.least
+                else gradient
                 for gradient, variable in zip(grads, variables, strict=True)
             ]
 
@@ -310,16 +346,36 @@ class AdamW(_Guarded, keras.optimizers.AdamW):
     """Keras' AdamW."""
 
 
-def make_optimizer(options: Options) -> keras.optimizers.Optimizer:
+class Lars(_Guarded, layerwise_tensorflow.Lars):
+    """LARS, guarded."""
+
+
+class Lamb(_Guarded, layerwise_tensorflow.Lamb):
+    """LAMB, guarded."""
+
+
+def make_optimizer(options: Options, variables: Sequence[Any]) -> keras.optimizers.Optimizer:
     """Return the optimizer that ``options`` name; its learning rate is set before each step."""
-    optimizer: keras.optimizers.Optimizer
-    decay = options.weight_decay or 0.0
-    if options.optimizer == "adamw":
-        optimizer = AdamW(1.0, epsilon=1e-8, weight_decay=decay)
+    optimizer: Any
+    decay, momentum = options.weight_decay or 0.0, options.momentum
+    ema: Any = {"use_ema": True, "ema_momentum": options.ema} if options.ema else {}
+    if options.optimizer == "lars":
+        optimizer = Lars(1.0, momentum=momentum, decay=decay, **ema)
+    elif options.optimizer == "lamb":
+        optimizer = Lamb(1.0, decay=decay, **ema)
+    elif options.optimizer == "adamw":
+        optimizer = AdamW(1.0, epsilon=1e-8, weight_decay=decay, **ema)
+        if options.no_decay_on_norm:
+            others = [variable for variable in variables if len(variable.shape) < 2]
+            optimizer.exclude_from_weight_decay(var_list=others)
     else:
         sgd = options.optimizer == "sgd"
-        optimizer = SGD(1.0, momentum=options.momentum) if sgd else Adam(1.0, epsilon=1e-8)
-        optimizer.penalty = decay
+        optimizer = (
+            SGD(1.0, momentum=momentum, nesterov=options.nesterov, **ema)
+            if sgd
+            else Adam(1.0, epsilon=1e-8, **ema)
+        )
+        optimizer.penalty, optimizer.least = decay, 2 * options.no_decay_on_norm
     optimizer.clip_norm = options.clip_norm
     if options.precision == "fp16":
         return keras.optimizers.LossScaleOptimizer(optimizer)

@@ -11,6 +11,7 @@ from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.comm_options import ADASUM
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.learning_rate import scale_factor
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
 from hvdtrain.system.output.text import plural
@@ -82,7 +83,10 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     # step length between the mean of the gradients and their sum.
     fixed = options.global_batch_size or recipe.lr_batch or options.reduction == ADASUM
     per_batch = recipe.lr_batch and options.lr_scaling is None and options.reduction != ADASUM
+    base_batch = options.lr_base_batch or (recipe.lr_batch if per_batch else None)
     lr = _or_default(options.lr, recipe.lr.of(options.optimizer))
+    if base_batch:
+        lr *= scale_factor(options.lr_scaling or "linear", global_batch / base_batch)
     is_random = workload.random_without_data and options.data is None and options.epochs is None
     steps = BENCHMARK_STEPS if options.benchmark or is_random else None
     return TrainingPlan(
@@ -90,8 +94,10 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         global_batch=global_batch,
         epochs=epochs,
         num_steps=_or_default(options.num_steps, steps),
-        lr_scaling=_or_default(options.lr_scaling, "none" if fixed else "linear"),
-        lr=lr * (global_batch / recipe.lr_batch if per_batch else 1),
+        lr_scaling="none"
+        if base_batch
+        else _or_default(options.lr_scaling, "none" if fixed else "linear"),
+        lr=lr,
         schedule={
             "epochs": epochs,
             "warmup_epochs": _or_default(options.warmup_epochs, warmup),

@@ -186,6 +186,7 @@ def _build(
         task.notes = (*task.notes, staged)
     task.needs_empty_forward = adapter.needs_empty_forward
     task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
+    task.share_weights = adapter.share_weights
     if options.sync_batchnorm:
         adapter.synchronize_batchnorm(task)
     if options.compile and not options.evaluates_only:
