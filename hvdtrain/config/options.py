@@ -160,6 +160,16 @@ class Options(CommOptions):
     label_smoothing: float = option(
         0.0, "share of each label that is spread evenly over all classes, in training", fraction
     )
+    mixup: float = option(
+        0.0,
+        "mix each training sample with the next one, in shares from Beta(ALPHA, ALPHA), e.g. 0.2; "
+        "0: no mixture",
+        non_negative,
+        metavar="ALPHA",
+    )
+    random_erase: float = option(
+        0.0, "probability that a rectangle of a training image is erased", fraction
+    )
     ema: float = option(
         0.0,
         "decay per update of an exponential moving average of the weights, which is evaluated "

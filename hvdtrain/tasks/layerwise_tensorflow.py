@@ -97,18 +97,17 @@ class Lamb(keras.optimizers.Optimizer):
         mean, square = self._means[index], self._squares[index]
         self.assign(mean, mean + (1 - self.beta_1) * (gradient - mean))
         self.assign(square, square + (1 - self.beta_2) * (gradient * gradient - square))
-        corrections = [1 - ops.power(ops.cast(b, rate.dtype), number) for b in self._betas]
-        update = (mean / corrections[0]) / (ops.sqrt(square / corrections[1]) + self.epsilon)
+        first, second = (  # a cast of a float would round it to float32
+            1 - ops.power(ops.convert_to_tensor(beta, variable.dtype), number)
+            for beta in (self.beta_1, self.beta_2)
+        )
+        update = (mean / first) / (ops.sqrt(square / second) + self.epsilon)
         if len(variable.shape) > 1:
             weights = ops.convert_to_tensor(variable)
             update += self.decay * weights
             of_weights, of_update = norm(weights), norm(update)
             rate *= unless_zero(of_weights / of_update, of_weights, of_update)
         self.assign_sub(variable, rate * update)
-
-    @property
-    def _betas(self) -> tuple[float, float]:
-        return self.beta_1, self.beta_2
 
     @override
     def get_config(self) -> dict[str, Any]:

@@ -125,12 +125,6 @@ class Task(ABC):
         """Return results of ``update`` as numbers; synchronizes with the device."""
 
 
-def check_smoothing(*, classifies: bool) -> None:
-    """Raise ``UsageError`` if a task that does not classify is trained with label smoothing."""
-    if not classifies:
-        raise UsageError("--label-smoothing is for classifiers: omit it, this task has another loss")
-
-
 @dataclass(frozen=True)
 class LearningRates:
     """The default learning rate of a workload, by optimizer: Adam's step is scale-invariant.

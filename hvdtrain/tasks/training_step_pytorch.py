@@ -18,12 +18,13 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part, bounds
 from hvdtrain.system.machine import accelerator
+from hvdtrain.tasks.augmented import augmented, edges
 from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
-from hvdtrain.tasks.moving_average import MovingAverage
-from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
 from hvdtrain.tasks.layerwise_pytorch import Lamb, Lars, Layerwise
-from hvdtrain.tasks.task import NotFinite, Task, check_smoothing
+from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
+from hvdtrain.tasks.moving_average import MovingAverage
+from hvdtrain.tasks.task import NotFinite, Task
 
 Losses = Callable[[torch.Tensor, Any], torch.Tensor]
 
@@ -102,7 +103,6 @@ class TorchTask(Task):
         self.options, self.losses, self.metrics = options, losses, metrics
         self._training_losses = losses
         if options.label_smoothing:
-            check_smoothing(classifies=losses is cross_entropy)
             smoothed = functools.partial(cross_entropy, smoothing=options.label_smoothing)
             self._training_losses = smoothed
         self.columns = columns
@@ -116,7 +116,8 @@ class TorchTask(Task):
         if isinstance(self.optimizer, Layerwise):
             self.optimizer.sum_shards = lambda norms: self.sum_shards(norms)
         self._average = MovingAverage(self.optimizer, options.ema) if options.ema else None
-        self.train, self.test = train, test
+        self.train = augmented(train, options, classifies=losses is cross_entropy)
+        self.test = test
         self.scale = tuple(
             torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale
         )
@@ -132,7 +133,7 @@ class TorchTask(Task):
     @override
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> torch.Tensor:
         self._seed(seed)
-        batch = Batch(self._copy(batch.x), self._copy(batch.y))
+        batch = self._on_device(batch)
         if self._guard is None:
             self._guard = Guard(self.model, self.optimizer)
         if self.deferred:
@@ -149,6 +150,15 @@ class TorchTask(Task):
             loss += self._backward(last, batch.count)
         self._step(batch, loss, seed)
         return loss
+
+    def _on_device(self, batch: Batch) -> Batch:
+        """Return a training batch on the device, its ``boxes`` in pixels."""
+        shares, boxes = batch.shares, batch.boxes
+        if shares is not None:
+            shares = torch.from_numpy(shares).to(self.device, self.dtype)
+        if boxes is not None:
+            boxes = torch.from_numpy(edges(boxes, batch.x.shape[2:])).to(self.device)
+        return Batch(self._copy(batch.x), self._copy(batch.y), shares, boxes)
 
     @override
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -222,10 +232,28 @@ class TorchTask(Task):
         with torch.autocast(
             self.device.type, self.low_precision, enabled=self.low_precision is not None
         ):
-            output = self.model(self._input(batch.x))
-        losses = self._each(self._training_losses, output.to(self.dtype), batch.y)
+            output = self.model(self._training_input(batch))
+        losses = self._training_loss(output.to(self.dtype), batch)
         # A sum over a count: the loss of an empty batch is 0, and so are its gradients.
         return losses.sum() / max(1, count)
+
+    def _training_input(self, batch: Batch) -> torch.Tensor:
+        x = self._input(batch.x)
+        if batch.boxes is not None:
+            erase(x, batch.boxes)
+        if batch.shares is None:
+            return x
+        shares = batch.shares.view(-1, *[1] * (x.ndim - 1))
+        return torch.lerp(x[1:], x[:-1], shares)
+
+    def _training_loss(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the loss of each sample, which is linear in the labels of a mixture."""
+        if batch.shares is None:
+            return self._each(self._training_losses, output, batch.y)
+        own, others = (
+            self._each(self._training_losses, output, y) for y in (batch.y[:-1], batch.y[1:])
+        )
+        return torch.lerp(others, own, batch.shares)
 
     def _each(self, function: Losses, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         losses = function(output, y)
@@ -301,6 +329,19 @@ def network_input(
     layout = torch.channels_last if channels_last else torch.preserve_format
     x = pixels.to(dtype, copy=True, memory_format=layout)
     return torch.addcmul(scale[1], x, scale[0], out=x)
+
+
+def erase(x: torch.Tensor, boxes: torch.Tensor) -> None:
+    """Set a part of each image to 0.
+
+    Args:
+        x: images, shape (n, channels, height, width).
+        boxes: top, bottom, left and right edge of each part in pixels, int64, shape (n, 4).
+    """
+    top, bottom, left, right = boxes[:, :, None].unbind(1)
+    rows, columns = (torch.arange(side, device=x.device) for side in x.shape[2:])
+    within = (top <= rows) & (rows < bottom), (left <= columns) & (columns < right)
+    x.masked_fill_(within[0][:, None, :, None] & within[1][:, None, None, :], 0)
 
 
 def _prefers_channels_last(first: torch.Size | None = None, *_: torch.Size) -> bool:

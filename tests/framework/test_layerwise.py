@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from hvdtrain.tasks.layerwise_pytorch import Lamb, Lars  # noqa: E402
 
 Arrays = list[np.ndarray]
-RATE, MOMENTUM, DECAY, TRUST = 0.3, 0.9, 0.01, 0.001
+RATE = 0.25  # exact in float32, in which Keras keeps it
+MOMENTUM, DECAY, TRUST = 0.9, 0.01, 0.001
 FIRST, SECOND, EPS = 0.9, 0.999, 1e-6
 UPDATES = 4
 
@@ -110,4 +111,4 @@ def test_the_update_is_that_of_the_paper(kind: str, framework: Any) -> None:
     for number in range(UPDATES):
         expected = [rule(g) for rule, g in zip(rules, gradients(number), strict=True)]
     for value, right in zip(framework(kind), expected, strict=True):
-        np.testing.assert_allclose(value, right, rtol=1e-7 if framework is in_keras else 1e-12)
+        np.testing.assert_allclose(value, right, rtol=1e-12)

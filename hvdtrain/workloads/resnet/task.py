@@ -10,7 +10,7 @@ from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.image_folder import SYNTHETIC_CLASSES, ImageOptions
 
-LR = LearningRates(sgd=0.0125, adam=0.0005, adamw=0.0005)
+LR = LearningRates(sgd=0.0125, adam=0.0005, adamw=0.0005, lars=0.5, lamb=0.001)
 
 EPILOG = f"""\
 models:

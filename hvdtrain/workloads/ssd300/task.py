@@ -13,7 +13,7 @@ from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.data import coco
 from hvdtrain.workloads.data.image_folder import SyntheticOptions, broken_files
 
-LR = LearningRates(sgd=2.6e-3, adam=1e-4, adamw=1e-4)
+LR = LearningRates(sgd=2.6e-3, adam=1e-4, adamw=1e-4, lars=0.5, lamb=0.001)
 
 ALIASES = {
     "--backbone": "--model",
