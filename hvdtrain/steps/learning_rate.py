@@ -2,7 +2,7 @@
 
 Linear scaling with the world size and warm-up: Goyal et al., "Accurate, Large Minibatch SGD"
 (2017); square-root scaling: Krizhevsky, "One weird trick" (2014); cosine schedule: Loshchilov and
-Hutter, "SGDR" (2017); polynomial schedule: of power 2, as in MLPerf's reference of ResNet with LARS.
+Hutter, "SGDR" (2017); polynomial schedule: of power 2, as in MLPerf's reference for LARS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POWER = 2  # of the polynomial schedule
 
 
 def scale_factor(scaling: str, size: float) -> float:
-    """Return the factor of the learning rate on ``size`` ranks, or for a batch so many times larger."""
+    """Return the factor of the learning rate for a batch that is ``size`` times larger."""
     factors = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}
     if scaling not in factors:
         raise UsageError(f"--lr-scaling {scaling}: choose one of {', '.join(SCALINGS)}")

@@ -66,10 +66,13 @@ class Augmented(Dataset):
         read = [self._read(part) for part in wanted]
         for part, (wide, batch) in zip(wanted, self.data.training(read), strict=True):
             self._begin(part.start.epoch)
-            yield part, dataclasses.replace(
-                batch,
-                shares=self._shares[part.indices] if self.mixup else None,
-                boxes=self._boxes[wide.indices] if self.erase else None,
+            yield (
+                part,
+                dataclasses.replace(
+                    batch,
+                    shares=self._shares[part.indices] if self.mixup else None,
+                    boxes=self._boxes[wide.indices] if self.erase else None,
+                ),
             )
 
     def _read(self, part: Part) -> Part:

@@ -60,9 +60,7 @@ class Layerwise(torch.optim.Optimizer):
 
         Each list has this rank's part of a tensor for each of the ``parameters``.
         """
-        norms = torch.stack(
-            [norm for tensors in lists for norm in torch._foreach_norm(tensors)]  # type: ignore[attr-defined]
-        )
+        norms = torch.stack([norm for tensors in lists for norm in torch._foreach_norm(tensors)])
         if any(hasattr(parameter, "to_local") for parameter in parameters):
             norms = self.sum_shards(norms.square()).sqrt()
         return list(norms.split([len(tensors) for tensors in lists]))
@@ -156,7 +154,7 @@ class Lamb(Layerwise):
         roots = torch._foreach_div(squares, [1 - second**number for number in numbers])
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
-        updates = torch._foreach_div(means, [1 - first**number for number in numbers])
+        updates = list(torch._foreach_div(means, [1 - first**number for number in numbers]))
         torch._foreach_div_(updates, roots)
         if group["scaled"]:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])

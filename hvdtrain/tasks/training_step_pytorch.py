@@ -429,7 +429,8 @@ def make_optimizer(
         return Lamb(parameters, weight_decay=decay)
     groups: Any = parameters
     if options.no_decay_on_norm:
-        weights, others = ([p for p in parameters if (p.ndim > 1) == many] for many in (True, False))
+        weights = [p for p in parameters if p.ndim > 1]
+        others = [p for p in parameters if p.ndim < 2]
         groups = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
     common: Any = {"lr": 1.0, "weight_decay": decay, "fused": fused}
     if options.optimizer == "sgd":

@@ -20,7 +20,7 @@ from hvdtrain.steps.sharding import Position
 from hvdtrain.steps.summary import Saves, Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
-from hvdtrain.training.plan import Session, weights_origin
+from hvdtrain.training.plan import Session, training_origin
 
 
 @dataclass
@@ -58,10 +58,8 @@ class CheckpointManager:
     def __init__(self, session: Session) -> None:
         self.options, self.adapter, self.task = session.options, session.adapter, session.task
         self.origin = {
-            **weights_origin(session.workload, session.options, session.plan),
-            "optimizer": session.options.optimizer,
+            **training_origin(session.workload, session.options, session.plan),
             "training_samples": session.task.train.samples,
-            "seed": session.options.seed,
         }
         self.path: str | None = None
         self._saved: Any = None  # mark of the checkpoint at ``path``

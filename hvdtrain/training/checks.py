@@ -25,7 +25,13 @@ from hvdtrain.steps.world import World
 from hvdtrain.system.runtime.detect import LaunchInfo
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.tasks.task import Task, Workload
-from hvdtrain.training.plan import TrainingPlan, make_plan, weights_origin
+from hvdtrain.training.plan import (
+    TrainingPlan,
+    has_average,
+    make_plan,
+    training_origin,
+    weights_origin,
+)
 
 SHOWN = 12  # digits of a digest
 # Options that only rank 0 uses, or that do not affect results.
@@ -59,10 +65,12 @@ def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> N
     elif options.resume == "never":
         return
     else:
-        origin |= {"optimizer": options.optimizer, "seed": options.seed}
+        origin = training_origin(workload, options, plan)
     checkpoint = checkpoints.read_newest_state(path) if path else None
     if checkpoint:
         checkpoints.check_origin(checkpoint, origin, source)
+        if options.evaluates_only and options.ema and not has_average(checkpoint.state):
+            raise UsageError(f"{checkpoint.path} was trained without --ema: omit it here, too")
 
 
 def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.comm_options import ADASUM
-from hvdtrain.config.options import Options
+from hvdtrain.config.options import LAYERWISE, Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import scale_factor
 from hvdtrain.steps.world import World
@@ -18,6 +19,7 @@ from hvdtrain.system.output.text import plural
 from hvdtrain.tasks.task import Task, Workload
 
 BENCHMARK_STEPS = 100  # also on random samples
+EMA = "--ema"  # in the name of an optimizer in a checkpoint
 FEW_UPDATES = 30  # of a training whose number of epochs the user has set
 
 
@@ -116,6 +118,29 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
 def weights_origin(workload: Workload, options: Options, plan: TrainingPlan) -> dict[str, object]:
     """Return the values of a checkpoint's ``origin`` that its weights must have to fit."""
     return {"framework": options.framework, "workload": workload.name, "model": plan.model}
+
+
+def training_origin(workload: Workload, options: Options, plan: TrainingPlan) -> dict[str, object]:
+    """Return the values of a checkpoint's ``origin`` that a training must have to resume from it.
+
+    The optimizer is named with the options that determine what its state contains.
+    """
+    kind = [options.optimizer]
+    if options.no_decay_on_norm and options.optimizer not in LAYERWISE:
+        kind.append("--no-decay-on-norm")
+    if options.ema:
+        kind.append(EMA)
+    return {
+        **weights_origin(workload, options, plan),
+        "optimizer": " ".join(kind),
+        "seed": options.seed,
+    }
+
+
+def has_average(state: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint with the ``state`` has a moving average of the weights."""
+    origin = state.get("origin")
+    return isinstance(origin, dict) and EMA in str(origin.get("optimizer")).split()
 
 
 def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]:

@@ -40,7 +40,6 @@ class ZeroAdapter(ShardedAdapter):
         self._views[optimizer] = ShareView(self, model, Share(optimizer, self, model))
         return model, optimizer
 
-
     @override
     def share_weights(self) -> None:
         for view in self._views.values():

@@ -26,7 +26,7 @@ from hvdtrain.training.plan import (
 
 RECIPE = Recipe(
     batch_size=32,
-    lr=LearningRates(sgd=0.1, adam=0.002, adamw=0.003),
+    lr=LearningRates(sgd=0.1, adam=0.002, adamw=0.003, lars=0.9, lamb=0.003),
     epochs=10,
     warmup_epochs=2.0,
     lr_schedule="linear",
