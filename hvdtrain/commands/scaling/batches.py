@@ -24,6 +24,7 @@ from hvdtrain.commands.study.command_options import (
     default_batch,
     effective_value,
     value_of,
+    without_option,
 )
 from hvdtrain.commands.study.engine import (
     HostShare,
@@ -115,7 +116,8 @@ class BatchStudy:
     def variant(self, setting: Setting) -> Variant:
         """Return the variant of a setting."""
         passes = math.ceil(setting.batch / (self.ranks * self.batch))
-        words = [*self.words, "--global-batch-size", str(setting.batch)]
+        words = without_option(self.words, "--batch-size")
+        words += ["--global-batch-size", str(setting.batch)]
         words += ["--accumulate-steps", str(passes)]
         if effective_value(self.words, "--lr-base-batch") is None:
             words += ["--lr-base-batch", str(self.batch)]

@@ -22,8 +22,9 @@ data:
   unless --num-steps is set, no evaluation.
 
 defaults:
-  batch 32 per rank; learning rate per rank {LR}; weight decay
-  1e-4; 90 epochs: 5 of warm-up, then cosine decay to 0; bf16 if the processor or GPU supports it
+  batch 32 per rank; weight decay 1e-4; 90 epochs: 5 of warm-up, then cosine decay to 0; bf16 if the
+  processor or GPU supports it; learning rate per rank:
+    {LR}
 
 examples:
   mpirun -n 2 python -m hvdtrain.resnet --batch-size 8

@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import train
+from hvdtrain.config.command_line import parse
+from hvdtrain.steps.world import World
 from hvdtrain.tasks import own
 from hvdtrain.tasks.task import LearningRates, Recipe, Workload
+from hvdtrain.training.plan import make_plan
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.resnet.task import WORKLOAD as RESNET
 from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
+from tests.conftest import ROOT
 
 
 def recipe(workload: Workload, **options: object) -> Recipe:
@@ -65,3 +69,26 @@ def test_rates_as_text() -> None:
     assert str(LearningRates(sgd=0.03, adam=0.001, adamw=0.001)) == (
         "0.03 for sgd, 0.001 for adam and adamw"
     )
+
+
+FILES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+@pytest.mark.parametrize("ranks", [1, 128])
+def test_a_recipe_of_a_file_is_the_same_training_on_any_number_of_ranks(
+    path: Path, ranks: int
+) -> None:
+    options = parse("resnet", [f"--config={path}"], description="", epilog="", kind=RESNET.options)
+    plan = make_plan(RESNET, options, World(0, ranks, 0, ranks, "host", 1))
+    assert plan.lr_scaling == "none"
+    if options.lr_base_batch:
+        assert plan.lr == pytest.approx(options.lr * plan.global_batch / options.lr_base_batch)
+    else:
+        assert (plan.lr, plan.global_batch) == (options.lr, options.global_batch_size)
+    assert "Source:" in path.read_text()
+    assert f"--config recipes/{path.name}" in path.read_text()
+
+
+def test_there_are_recipes() -> None:
+    assert len(FILES) >= 4
