@@ -6,8 +6,11 @@ import argparse
 import logging
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.outcome import code_after_stop
 from hvdtrain.commands.launch.prepare import (
     Request,
@@ -18,10 +21,11 @@ from hvdtrain.commands.launch.prepare import (
     prepare,
     prepare_agents,
 )
+from hvdtrain.commands.launch.stage_environment import MUST, TRY, StagedEnvironment
 from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents
 from hvdtrain.commands.launch.watch import watch
 from hvdtrain.config.values import above_zero, positive
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime.scratch import clear_leftovers
@@ -68,6 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=above_zero,
         metavar="SECONDS",
         help="seconds without output from any rank until the job is ended (default: none)",
+    )
+    parser.add_argument(
+        "--stage-env",
+        nargs="?",
+        const=MUST,
+        choices=(MUST, TRY),
+        help="copy the program's virtual or conda environment to $TMPDIR of each host over MPI, "
+        "and start the ranks there; try: on an error, e.g. of a full disk, start them as usual",
     )
     parser.add_argument("--tag", action="store_true", help="prefix each line of output with [RANK]")
     parser.add_argument(
@@ -122,6 +134,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     )
     if arguments.elastic and None in (arguments.min, arguments.max):
         raise UsageError("--elastic requires --min N and --max M, the numbers of ranks")
+    if arguments.stage_env and (arguments.elastic or arguments.launcher != "mpi"):
+        raise UsageError("--stage-env is for the launcher of the MPI, not torchrun or --elastic")
     if arguments.launcher == "torchrun" and not arguments.discovery:
         return _by_torchrun(request, dry_run=arguments.dry_run)
     if arguments.elastic:
@@ -133,9 +147,38 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         for note in notes(launch):
             log.warning("hvdtrain: %s", note)
         clear_leftovers()
-        log.info("%s", launch.command.show())
-        code = watch(launch, signals, tag=arguments.tag, timeout=timeout)
+        with _staged(launch, arguments.stage_env) as launch:
+            log.info("%s", launch.command.show())
+            code = watch(launch, signals, tag=arguments.tag, timeout=timeout)
     return Report("", exit_code=code)
+
+
+@contextmanager
+def _staged(launch: Launch, mode: str | None) -> Iterator[Launch]:
+    """Return the job whose ranks start from copies of their environment, if requested.
+
+    Raises:
+        UsageError: the environment cannot be copied.
+        HvdtrainError: on a host; neither is raised if ``mode`` is ``try``.
+    """
+    environment = None
+    try:
+        if mode:
+            environment = StagedEnvironment(launch)
+            environment.stage()
+            launch = environment.launch
+    except HvdtrainError as error:
+        if environment:  # copies on other hosts
+            environment.remove()
+        if mode == MUST:
+            raise
+        environment = None
+        log.warning("hvdtrain: %s; the ranks start from the shared environment", error)
+    try:
+        yield launch
+    finally:
+        if environment:
+            environment.remove()
 
 
 def _export_job_end() -> None:
