@@ -183,18 +183,18 @@ def _write(file: io.IOBase, contents: _Contents, manifest: Manifest) -> None:
 def _contents(prefix: Path) -> _Contents:
     """Return the files of an environment, and of what it needs elsewhere."""
     contents = _Contents()
-    _add(contents, prefix, "", keeps=("pyvenv.cfg",))
+    _add(contents, prefix, "")
     _add_base(contents, prefix)
     _add_editable(contents, prefix)
     _add_conda(contents, prefix)
     for name, path in contents.files.items():
-        if name.startswith("bin/") and contents.status[name].st_size <= SCRIPT:
-            if str(prefix).encode() in path.read_bytes():
-                contents.changes.append(Change(name, str(prefix)))
+        is_script = name.startswith("bin/") and contents.status[name].st_size <= SCRIPT
+        if is_script and str(prefix).encode() in path.read_bytes():
+            contents.changes.append(Change(name, str(prefix)))
     return contents
 
 
-def _add(contents: _Contents, root: Path, into: str, keeps: Sequence[str] = ()) -> None:
+def _add(contents: _Contents, root: Path, into: str) -> None:
     """Add the tree ``root`` as the folder ``into`` of the copy.
 
     Raises:

@@ -27,8 +27,8 @@ defaults:
   batch 64 per rank; momentum 0.9, weight decay 1e-4; 6 epochs: half an epoch of warm-up, then
   linear decay to 0; learning rate per rank:
     {LR}
-  For the small set of embedded digits: batch 16; dropout {DIGITS_DROPOUT}; 14 epochs, 3 of warm-up; random
-  rotation, shear, scale and shift of every image in each epoch; learning rate:
+  For the small set of embedded digits: batch 16; dropout {DIGITS_DROPOUT}; 14 epochs, 3 of warm-up;
+  random rotation, shear, scale and shift of every image in each epoch; learning rate:
     {DIGITS_LR}
 
 examples:
