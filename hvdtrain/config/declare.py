@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from typing_extensions import override
 
-from hvdtrain.config.values import counts, local_folder, numbers, span
+from hvdtrain.config.values import counts, local_folder, numbers, span, tracker
 from hvdtrain.errors import UsageError
 
 T = TypeVar("T")
@@ -38,6 +38,7 @@ METAVARS: Mapping[Any, str] = {
     counts: "N,N",
     numbers: "N,N",
     span: "A:B",
+    tracker: "NAME[=WHERE]",
 }
 
 

@@ -24,6 +24,7 @@ from hvdtrain.config.values import (
     positive_or_auto,
     random_seed,
     span,
+    tracker,
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
@@ -270,7 +271,13 @@ class Options(CommOptions):
     log_every: int | None = option(
         None, "number of updates between lines of --metrics (default: 20 lines per epoch)", positive
     )
-    tensorboard: Path | None = option(None, "directory for TensorBoard logs", Path)
+    tracker: tuple[str, ...] = option(
+        (),
+        "record the run with wandb, mlflow or tensorboard, in the directory WHERE (default: ., "
+        "mlruns, runs; mlflow: or at a URI); repeat it for several trackers",
+        tracker,
+        repeated=True,
+    )
     timeline: Path | None = option(
         None, "file for Horovod's timeline (see hvdtrain timeline)", Path
     )
@@ -329,12 +336,19 @@ def check(options: Options) -> Options:
         raise UsageError("--stage needs --data, a dataset packed by `hvdtrain pack`")
     if options.timeline_steps and options.timeline is None:
         raise UsageError("--timeline-steps needs --timeline FILE")
+    _check_output(options)
     _check_values(options)
     if options.evaluates_only:
         _check_evaluation(options)  # options of updates may be those of the training
     else:
         _check_training(options)
     return options
+
+
+def _check_output(options: Options) -> None:
+    names = [choice.partition("=")[0] for choice in options.tracker]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UsageError(f"--tracker {min(twice)} is given twice: give each tracker once")
 
 
 def _check_values(options: Options) -> None:

@@ -101,6 +101,17 @@ def span(value: str) -> tuple[int, int | None]:
     return span
 
 
+TRACKERS = ("wandb", "mlflow", "tensorboard")  # names of packages and of extras, too
+
+
+def tracker(value: str) -> str:
+    """Read ``NAME`` or ``NAME=WHERE``."""
+    name, equals, where = value.partition("=")
+    if name not in TRACKERS or bool(equals) != bool(where):
+        raise ValueError(f"{value!r} is not NAME or NAME=WHERE, with {', '.join(TRACKERS)} as NAME")
+    return value
+
+
 def local_folder(value: str | Path) -> Path:
     """Read a directory of this host, and expand ``$NAME`` from the environment."""
     path = os.path.expandvars(os.fspath(value))

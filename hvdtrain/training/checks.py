@@ -32,10 +32,11 @@ from hvdtrain.training.plan import (
     training_origin,
     weights_origin,
 )
+from hvdtrain.training.tracking import check_trackers
 
 SHOWN = 12  # digits of a digest
 # Options that only rank 0 uses, or that do not affect results.
-LOCAL = ("quiet", "summary", "metrics", "tensorboard", "workers", "local_rank")
+LOCAL = ("quiet", "summary", "metrics", "tracker", "workers", "local_rank")
 
 
 def check_early(
@@ -53,6 +54,8 @@ def check_early(
         if record.splits_model:
             check_stages(options.comm_options, launch.size)
     check_adasum(options.comm_options, launch.size, gpu=False)
+    if launch.is_root:
+        check_trackers(options.tracker)
     _check_origin(workload, options, plan)
 
 

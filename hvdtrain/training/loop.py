@@ -22,7 +22,7 @@ from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.on_nan import OnNan
 from hvdtrain.training.plan import Session
-from hvdtrain.training.progress import Figures, Progress
+from hvdtrain.training.progress import Progress
 from hvdtrain.training.summary import (
     headline,
     measured,
@@ -33,6 +33,7 @@ from hvdtrain.training.summary import (
 )
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
+from hvdtrain.training.trackers import Figures
 
 LINES_PER_EPOCH = 20  # log intervals
 
