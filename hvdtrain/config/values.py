@@ -84,6 +84,12 @@ def counts(value: str | Sequence[int]) -> tuple[int, ...]:
     return tuple(positive(part) for part in parts)
 
 
+def ranks(value: str | Sequence[int]) -> tuple[int, ...]:
+    """Read ranks separated by commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(dict.fromkeys(count(part) for part in parts))
+
+
 def positive_or_auto(value: str | int | float) -> int | Literal["auto"]:
     """Read a whole number of 1 or more, or ``auto``."""
     return "auto" if value == "auto" else positive(value)
