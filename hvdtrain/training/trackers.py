@@ -6,6 +6,7 @@ Their packages are imported by the constructors. ``tracking`` calls them in thre
 from __future__ import annotations
 
 import json
+import logging
 import math
 import netrc
 import os
@@ -42,7 +43,7 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class Record:
+class LogEntry:
     """Figures at a step; ``kind`` is ``step`` or ``epoch``."""
 
     kind: str
@@ -75,7 +76,7 @@ class Tracker(ABC):
         """Create the run."""
 
     @abstractmethod
-    def write(self, records: Sequence[Record]) -> None:
+    def write(self, records: Sequence[LogEntry]) -> None:
         """Add records."""
 
     @abstractmethod
@@ -137,7 +138,7 @@ class WandB(Tracker):
         return True
 
     @override
-    def write(self, records: Sequence[Record]) -> None:
+    def write(self, records: Sequence[LogEntry]) -> None:
         for record in records:
             self._run.log({"step": record.step, **record.numbers})
 
@@ -172,6 +173,8 @@ class MLflow(Tracker):
         import mlflow.entities
         import mlflow.tracking
 
+        # A line for each of its tries to reach a server would not help anyone.
+        logging.getLogger("urllib3").setLevel(logging.ERROR)
         self._entities: Any = mlflow.entities
         self._client: Any = mlflow.tracking.MlflowClient(tracking_uri=self._address)
         self._run = ""
@@ -198,7 +201,7 @@ class MLflow(Tracker):
         self.note = f"mlflow: run {self._run} in {re.sub('//[^@/]*@', '//', self._address)}"
 
     @override
-    def write(self, records: Sequence[Record]) -> None:
+    def write(self, records: Sequence[LogEntry]) -> None:
         metrics = [
             self._entities.Metric(_name(name), value, round(1000 * record.time), record.step)
             for record in records
@@ -248,7 +251,7 @@ class TensorBoard(Tracker):
         self._add_table("environment", facts.environment)
 
     @override
-    def write(self, records: Sequence[Record]) -> None:
+    def write(self, records: Sequence[LogEntry]) -> None:
         for record in records:
             event = self._event(wall_time=record.time, step=record.step)
             for name, value in record.numbers.items():
@@ -302,7 +305,7 @@ def _batches(items: Any, most: int) -> Iterator[list[Any]]:
         yield items[start : start + most]
 
 
-def _results(summary: Summary) -> Record:
+def _results(summary: Summary) -> LogEntry:
     """Return the numbers of a summary as a record of its last step."""
     figures = {name: value for name, value in summary.to_json().items() if value is not None}
-    return Record("summary", {**figures, "step": summary.steps_completed or 0})
+    return LogEntry("summary", {**figures, "step": summary.steps_completed or 0})

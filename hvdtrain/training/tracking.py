@@ -24,7 +24,7 @@ from hvdtrain.training.summary import environment, non_default_options
 from hvdtrain.training.trackers import (
     TRACKERS,
     Figures,
-    Record,
+    LogEntry,
     RunFacts,
     Tracker,
     is_local,
@@ -96,7 +96,7 @@ class Trackers:
     def write(self, kind: str, figures: Figures) -> None:
         """Hand figures of a ``step`` or ``epoch`` to each tracker; does not wait."""
         for thread in self._threads:
-            thread.add(Record(kind, figures))
+            thread.add(LogEntry(kind, figures))
 
     def close(
         self, summary: Summary | None, show: Callable[[str], None] = lambda line: None
@@ -132,7 +132,7 @@ class TrackerThread(threading.Thread):
         self.choice, where = name_and_address(choice, os.environ)
         self._facts = facts
         self._changed = threading.Condition()
-        self._records: list[Record] = []
+        self._records: list[LogEntry] = []
         self._dropped = 0
         self._ended = self._failed = False
         self._summary: Summary | None = None
@@ -142,7 +142,7 @@ class TrackerThread(threading.Thread):
             raise UsageError(f"--tracker {choice} cannot be started: {_line(error)}") from error
         self.start()
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogEntry) -> None:
         """Queue a record, unless the queue is full."""
         with self._changed:
             if len(self._records) < CAPACITY:
@@ -169,7 +169,7 @@ class TrackerThread(threading.Thread):
             problem = f"{_line(error)}; the run continues without it"
             log.warning("--tracker %s: %s", self.choice, problem)
 
-    def _next(self) -> list[Record]:
+    def _next(self) -> list[LogEntry]:
         """Wait for records; return all that wait, or none at the end of the run."""
         with self._changed:
             self._changed.wait_for(lambda: self._records or self._ended)

@@ -213,21 +213,20 @@ def _merged(spans: Iterable[tuple[float, float]]) -> Spans:
     return result
 
 
-def _without(spans: Spans, others: Spans) -> Spans:
-    """Return the time in ``spans`` that is not in ``others``."""
+def _without(spans: Spans, removed: Spans) -> Spans:
+    """Return the time in ``spans`` that is not in ``removed``."""
     result: Spans = []
-    remaining = iter([*others, (float("inf"), float("inf"))])
-    other = next(remaining)
+    first = 0
     for begin, end in spans:
-        while other[1] <= begin:
-            other = next(remaining)
-        while other[0] < end:
-            if begin < other[0]:
-                result.append((begin, other[0]))
-            begin = other[1]
-            if begin >= end:
-                break
-            other = next(remaining)
+        while first < len(removed) and removed[first][1] <= begin:
+            first += 1
+        index = first  # an interval may reach into several spans
+        while index < len(removed) and removed[index][0] < end:
+            low, high = removed[index]
+            if begin < low:
+                result.append((begin, low))
+            begin = high
+            index += 1
         if begin < end:
             result.append((begin, end))
     return result

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.steps.summary import Stopped
-from hvdtrain.training.trackers import MLflow, Record, RunFacts, TensorBoard, WandB, _has_password
+from hvdtrain.training.trackers import LogEntry, MLflow, RunFacts, TensorBoard, WandB, _has_password
 from tests.unit.training.test_tracking import EPOCH, STEP, SUMMARY
 
 FACTS = RunFacts(
@@ -29,8 +29,8 @@ ODD = {"step": 30, "top-1 (%)": 0.75}  # a metric of a user's own
 
 def play(tracker: Any, summary: Any = SUMMARY) -> Any:
     tracker.start(FACTS)
-    tracker.write([Record("step", {**STEP, "step": n}) for n in (10, 20)])
-    tracker.write([Record("epoch", EPOCH), Record("epoch", ODD)])
+    tracker.write([LogEntry("step", {**STEP, "step": n}) for n in (10, 20)])
+    tracker.write([LogEntry("epoch", EPOCH), LogEntry("epoch", ODD)])
     tracker.close(summary)
     return tracker
 
@@ -91,7 +91,7 @@ def test_a_run_of_mlflow_is_continued(
     monkeypatch.setenv("MLFLOW_RUN_ID", the_run(client).info.run_id)
     tracker = MLflow(address)
     tracker.start(replace(FACTS, parameters={"lr": 0.2, "epochs": 3}))  # --lr may have changed
-    tracker.write([Record("step", STEP)])
+    tracker.write([LogEntry("step", STEP)])
     tracker.close(SUMMARY)
     run = the_run(client)
     assert (run.data.params["lr"], run.data.params["epochs"]) == ("0.1", "3")

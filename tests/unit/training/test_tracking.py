@@ -21,7 +21,7 @@ from hvdtrain.steps.world import World
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.training import trackers, tracking
 from hvdtrain.training.plan import Session, TrainingPlan
-from hvdtrain.training.trackers import Record, RunFacts, Tracker, flat, name_and_address
+from hvdtrain.training.trackers import LogEntry, RunFacts, Tracker, flat, name_and_address
 from hvdtrain.training.tracking import Trackers, TrackerThread, check_trackers, open_trackers
 
 FACTS = RunFacts("hvdtrain-mnist", "small single 1", {"lr": 0.1}, {"python": "3.11"})
@@ -52,7 +52,7 @@ class Notebook(Tracker):
         self._take("start", facts)
 
     @override
-    def write(self, records: Sequence[Record]) -> None:
+    def write(self, records: Sequence[LogEntry]) -> None:
         self._take("write", [(record.kind, record.step) for record in records])
 
     @override
@@ -162,8 +162,8 @@ def test_a_full_queue_drops_records_and_says_how_many(
 
 
 def test_only_finite_measurements_are_curves() -> None:
-    assert Record("step", STEP).numbers == {"step/loss": 0.25, "step/learning_rate": 0.1}
-    assert Record("epoch", EPOCH).numbers == {"epoch/eval_accuracy": 0.5}
+    assert LogEntry("step", STEP).numbers == {"step/loss": 0.25, "step/learning_rate": 0.1}
+    assert LogEntry("epoch", EPOCH).numbers == {"epoch/eval_accuracy": 0.5}
 
 
 def test_nested_values_have_short_texts() -> None:

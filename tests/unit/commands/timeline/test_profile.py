@@ -166,3 +166,14 @@ def test_a_profile_of_another_run_and_one_that_is_too_large(
     monkeypatch.setattr(profile, "LARGEST", 20)
     with pytest.raises(UsageError, match="too large: profile fewer updates"):
         read(path, timeline)
+
+
+def test_what_remains_of_spans() -> None:
+    spans = [(0.0, 10.0), (20.0, 30.0), (40.0, 50.0)]
+    assert profile._without(spans, []) == spans
+    assert profile._without(spans, [(5.0, 25.0), (26.0, 27.0)]) == [
+        (0.0, 5.0), (25.0, 26.0), (27.0, 30.0), (40.0, 50.0)
+    ]  # fmt: skip
+    assert profile._without(spans, [(-5.0, 100.0)]) == []
+    assert profile._without(spans, [(10.0, 20.0), (45.0, 50.0)]) == [*spans[:2], (40.0, 45.0)]
+    assert profile._merged([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0, 3.0)]) == [(0.0, 4.0)]
