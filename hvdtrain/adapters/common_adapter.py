@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from typing_extensions import override
 
 from hvdtrain.adapters import preflight
+from hvdtrain.adapters.profiler import Profiler
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.config.comm_options import CommOptions, check_adasum
@@ -128,6 +129,10 @@ class CommonAdapter(StateAdapter):
 
     def use_tf32(self, wanted: bool) -> None:
         """Enable or disable TF32 for fp32 multiplications on a GPU."""
+
+    def start_profiler(self) -> Profiler:
+        """Start the framework's profiler on this rank."""
+        raise NotImplementedError(f"{self.name} has no profiler")
 
     @property
     def gradient_sums(self) -> Sequence[GradientSums]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import itertools
 import os
@@ -113,8 +114,8 @@ def _values(parser: Parser, arguments: list[str]) -> OptionValues:
     for name, value in vars(parser.read(arguments)).items():
         if isinstance(value, list) and isinstance(value[0], tuple):
             values[name] = tuple(itertools.chain(*value))  # a list in several words: 30 60 is 30,60
-        elif value is not None:
-            values[name] = value
+        elif value is not None:  # a list: of an option that was repeated
+            values[name] = tuple(value) if isinstance(value, list) else value
     return values
 
 
@@ -151,5 +152,7 @@ def _words(parser: Parser, setting: Setting, aliases: Mapping[str, str]) -> list
     if switch and option not in aliases:
         raise UsageError(f"{option}: {value!r} is not true or false")
     if isinstance(value, list):
+        if isinstance(action, argparse._AppendAction):
+            return [f"{option}={item}" for item in value]
         value = ",".join(map(str, value))
     return [f"{option}={str(value).lower() if isinstance(value, bool) else value}"]

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from typing_extensions import override
 
-from hvdtrain.config.values import counts, local_folder, numbers, span
+from hvdtrain.config.values import counts, local_folder, numbers, ranks, span, tracker
 from hvdtrain.errors import UsageError
 
 T = TypeVar("T")
@@ -30,14 +30,16 @@ OptionValues = dict[str, Any]
 SHOWN = 200  # characters of an invalid value in a message
 PLAIN_TYPES = {int: "a whole number", float: "a number"}
 MISSING = "the following arguments are required: "  # argparse's message
-LISTS = (counts, numbers)  # kinds of options that accept several words
+LISTS = (counts, numbers, ranks)  # kinds of options that accept several words
 METAVARS: Mapping[Any, str] = {
     Path: "PATH",
     local_folder: "PATH",
     str: "NAME",
     counts: "N,N",
     numbers: "N,N",
+    ranks: "N,N",
     span: "A:B",
+    tracker: "NAME[=WHERE]",
 }
 
 

@@ -23,7 +23,9 @@ from hvdtrain.config.values import (
     positive,
     positive_or_auto,
     random_seed,
+    ranks,
     span,
+    tracker,
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
@@ -270,13 +272,26 @@ class Options(CommOptions):
     log_every: int | None = option(
         None, "number of updates between lines of --metrics (default: 20 lines per epoch)", positive
     )
-    tensorboard: Path | None = option(None, "directory for TensorBoard logs", Path)
+    tracker: tuple[str, ...] = option(
+        (),
+        "record the run with wandb, mlflow or tensorboard, in the directory WHERE (default: ., "
+        "mlruns, runs; mlflow: or at a URI); repeat it for several trackers",
+        tracker,
+        repeated=True,
+    )
     timeline: Path | None = option(
         None, "file for Horovod's timeline (see hvdtrain timeline)", Path
     )
     timeline_steps: tuple[int, int | None] | None = option(
         None, "updates to record in --timeline: A:B is A + 1 to B (default: all)", span
     )
+    profile: tuple[int, int | None] | None = option(
+        None, "updates to profile with the framework's profiler: A:B is A + 1 to B", span
+    )
+    profile_dir: Path = option(
+        Path("profile"), "directory for the traces of --profile, rank-N.json.gz", Path
+    )
+    profile_ranks: tuple[int, ...] = option((0,), "ranks to profile (default: 0)", ranks)
     quiet: bool = option(False, "print errors only", bool)
     device: Any = "cpu"
     """Device in the framework's notation; not an option: set by the trainer."""
@@ -329,12 +344,25 @@ def check(options: Options) -> Options:
         raise UsageError("--stage needs --data, a dataset packed by `hvdtrain pack`")
     if options.timeline_steps and options.timeline is None:
         raise UsageError("--timeline-steps needs --timeline FILE")
+    _check_output(options)
     _check_values(options)
     if options.evaluates_only:
         _check_evaluation(options)  # options of updates may be those of the training
     else:
         _check_training(options)
     return options
+
+
+def _check_output(options: Options) -> None:
+    names = [choice.partition("=")[0] for choice in options.tracker]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UsageError(f"--tracker {min(twice)} is given twice: give each tracker once")
+    if options.profile is None:
+        for name in ("profile_dir", "profile_ranks"):
+            if getattr(options, name) != Options.__dataclass_fields__[name].default:
+                raise UsageError(f"--{name.replace('_', '-')} needs --profile A:B")
+    elif options.profile[1] is None:
+        raise UsageError(f"--profile {options.profile[0]}: needs an end, e.g. 20:30")
 
 
 def _check_values(options: Options) -> None:
@@ -389,5 +417,6 @@ def _check_evaluation(options: Options) -> None:
         )
     if options.resume == "never":
         raise UsageError(f"--resume never and {mode} contradict each other: leave one out")
-    if options.timeline:
-        raise UsageError(f"--timeline records updates, and {mode} performs none: leave one out")
+    for name in ("timeline", "profile"):
+        if getattr(options, name):
+            raise UsageError(f"--{name} records updates, and {mode} performs none: leave one out")

@@ -22,6 +22,7 @@ from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.integrity import differences
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.world import World
+from hvdtrain.system.files import check_folder
 from hvdtrain.system.runtime.detect import LaunchInfo
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.tasks.task import Task, Workload
@@ -32,10 +33,11 @@ from hvdtrain.training.plan import (
     training_origin,
     weights_origin,
 )
+from hvdtrain.training.tracking import check_trackers
 
 SHOWN = 12  # digits of a digest
 # Options that only rank 0 uses, or that do not affect results.
-LOCAL = ("quiet", "summary", "metrics", "tensorboard", "workers", "local_rank")
+LOCAL = ("quiet", "summary", "metrics", "tracker", "profile_dir", "workers", "local_rank")
 
 
 def check_early(
@@ -53,6 +55,14 @@ def check_early(
         if record.splits_model:
             check_stages(options.comm_options, launch.size)
     check_adasum(options.comm_options, launch.size, gpu=False)
+    if launch.is_root:
+        check_trackers(options.tracker)
+    absent = [str(rank) for rank in options.profile_ranks if rank >= launch.size]
+    if options.profile and absent:
+        ranks = "only rank 0" if launch.size == 1 else f"ranks 0 to {launch.size - 1}"
+        raise UsageError(f"--profile-ranks {','.join(absent)}: this run has {ranks}")
+    if options.profile and launch.rank in options.profile_ranks:
+        check_folder(options.profile_dir, f"--profile-dir {options.profile_dir}")
     _check_origin(workload, options, plan)
 
 

@@ -176,10 +176,11 @@ def rows(
         ]
     stopped, first = summary.stopped, _number(summary.seconds_to_first_step, ".1f")
     assert stopped is not None
-    files = {"checkpoint": summary.checkpoint, "timeline": summary.timeline}
+    records = {"timeline": summary.timeline, "profile": summary.profile}
+    files = {"checkpoint": summary.checkpoint, **records}
     return [
         *work,
-        (f"{unit}/s", _speed(rates, recorded=summary.timeline is not None)),
+        (f"{unit}/s", _speed(rates, recorded=any(records.values()))),
         *([("bubble", _bubble(summary.bubble))] if summary.bubble else []),
         *_gpu_rows(summary),
         ("seconds", f"{summary.seconds_total:.1f}, the first step after {first}"),
@@ -234,7 +235,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _speed(rates: Sequence[float], *, recorded: bool) -> str:
-    """Return the throughput; ``recorded``: steps in a timeline were excluded."""
+    """Return the throughput; ``recorded``: steps in a timeline or profile were excluded."""
     if not rates:
         return "- (steps recorded)" if recorded else "-"
     middle, low, high = statistics.median(rates), min(rates), max(rates)

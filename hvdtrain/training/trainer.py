@@ -126,7 +126,7 @@ def train(workload: Workload, options: Options) -> int:
     try:
         return loop.run()  # steps 7 and 8, save_checkpoint and average_metrics
     finally:
-        show.stop()
+        show.close()
 
 
 def _prepare(options: Options) -> CommonAdapter:

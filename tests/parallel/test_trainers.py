@@ -162,8 +162,8 @@ def test_a_signal_to_one_process_alone_gives_75_and_nobody_uses_its_directory(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_metrics_and_tensorboard(tmp_path: Path) -> None:
-    files = (f"--metrics={tmp_path / 'm.jsonl'}", f"--tensorboard={tmp_path / 'board'}")
+def test_metrics_and_a_tracker(tmp_path: Path) -> None:
+    files = (f"--metrics={tmp_path / 'm.jsonl'}", f"--tracker=tensorboard={tmp_path / 'board'}")
     outcome = completed(2, "-m", "hvdtrain.mnist", "--model=small", "--epochs=3", *files)
     assert "test accuracy" in outcome.out
     assert "\x1b" not in outcome.out  # plain lines where no person watches

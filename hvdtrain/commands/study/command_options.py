@@ -21,6 +21,7 @@ REFUSED = {
     "--metrics": "it is set by the study for each run",
     "--checkpoint-dir": "each run would resume from the previous one",
     "--timeline": "recording it slows a run down",
+    "--profile": "recording it slows a run down",
 }
 NO_COMMAND = "missing command: put it after --, e.g. `-- python train.py`"
 NOT_SET = "not set"
