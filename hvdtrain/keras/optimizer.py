@@ -111,7 +111,7 @@ class StepSum(GradientReduction):
         )
         factor = self.factor * self.predivide
         for index, total in zip(shared, totals, strict=True):
-            result[index] = total if factor == 1 else total * tf.cast(factor, total.dtype)
+            result[index] = total if factor == 1 else total * factor
         with tf.control_dependencies(totals):
             self._nothing.assign(0.0)
         return result
@@ -122,7 +122,7 @@ class StepSum(GradientReduction):
     def _local_gradient(self, gradient: Any, variable: Any) -> Any:
         if gradient is None or id(variable) not in self.local or self.local_factor == 1:
             return gradient
-        return tf.convert_to_tensor(gradient) * tf.cast(self.local_factor, gradient.dtype)
+        return tf.convert_to_tensor(gradient) * self.local_factor
 
     def _reduce(self, flat: Any, name: str) -> Any:
         sum_tensor = self.adapter.sum_tensor

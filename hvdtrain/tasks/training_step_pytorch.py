@@ -173,7 +173,8 @@ class TorchTask(Task):
             raise UsageError(f"--compile: torch.compile does not work here: {message}") from error
         # Not by model.compile(), which does not compile a Sequential, code of PyTorch itself. And a
         # compiled convolution fails in the backward pass of an empty batch.
-        plain, compiled = self.model.forward, torch.compile(self.model.forward)
+        plain = self.model.forward
+        compiled = torch.compile(plain, options=_in_order())
         self.model.forward = lambda x: (compiled if len(x) else plain)(x)
 
     @property
@@ -316,6 +317,16 @@ class TorchTask(Task):
     @override
     def loss_values(self, losses: list[Any]) -> list[float]:
         return torch.stack(losses).tolist() if losses else []
+
+
+def _in_order() -> dict[str, bool]:
+    """Return the options of torch.compile that keep the order of its kernels.
+
+    PyTorch 2.13 reorders them to save memory, and on a CPU a convolution's backward pass then reads
+    the gradient of a max pooling before it is written: the gradients of the layers below are zero.
+    """
+    name = "reorder_for_peak_memory"
+    return {name: False} if name in torch._inductor.list_options() else {}  # not in PyTorch 2.4
 
 
 def network_input(

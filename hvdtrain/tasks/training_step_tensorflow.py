@@ -367,7 +367,7 @@ class _Guarded:
             grads, _ = tf.clip_by_global_norm(grads, self.clip_norm)
         if self.penalty:
             grads = [
-                gradient + tf.cast(self.penalty, gradient.dtype) * variable.value
+                gradient + self.penalty * variable.value  # tf.cast would round it to float32
                 if len(variable.shape) >= self.least
                 else gradient
                 for gradient, variable in zip(grads, variables, strict=True)

@@ -113,7 +113,9 @@ class Soak:
             outcome = job.finish(60)
             left = job.left()
         assert outcome.code in fault.codes, f"{name}: {outcome.code}: {outcome.out}"
-        assert left.keys() <= set(fault.leaves), f"{name}: {left}"
+        # mpirun kills its ranks half a second after a signal, which three ranks on two cores may
+        # need for the save alone: then the next run removes their lock.
+        assert left.keys() <= {*fault.leaves, "locks"}, f"{name}: {left}"
         entries = len(list(job.checkpoints.iterdir()))
         assert entries <= MOST_SAVED, f"{name}: {entries} entries in {job.checkpoints}"
         assert job.newest >= saved or fault.lost, f"{name}: {saved}, then {job.newest}"

@@ -115,7 +115,7 @@ class Faulty(Dataset):
             kind, rank = self.file.read_text().split()
         except (OSError, ValueError):
             return batch
-        if rank != self.rank:
+        if rank != self.rank or (kind == "nan" and not batch.count):  # an empty part has no value
             return batch
         self.file.unlink()
         if kind == "nan":

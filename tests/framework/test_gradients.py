@@ -145,3 +145,29 @@ def test_the_buckets_of_tensorflow_sum_and_weigh(traced: bool) -> None:
             np.testing.assert_array_equal(gradient.numpy(), np.full(gradient.shape, value))
     assert set(seen) == {"test.0"} and buckets.messages == {"count": 1, "bytes": 4 * 11}
     assert int(buckets.sums.numpy()) == 2 and buckets.flags.stop  # the other rank has set all
+
+
+def test_tensorflow_weights_by_numbers_in_float64() -> None:
+    """A number that TensorFlow casts passes through float32: a third would be 1e-8 too large."""
+    tf = pytest.importorskip("tensorflow")
+    from hvdtrain.adapters.tensorflow.buckets import _weighed
+
+    values = tf.constant([3.0, 0.3], tf.float64)
+    assert _weighed(values, 1 / 3).numpy().tolist() == [3.0 * (1 / 3), 0.3 * (1 / 3)]
+    assert _weighed(values, tf.constant(1 / 3, tf.float64)).numpy()[1] == 0.3 * (1 / 3)
+    assert _weighed(tf.constant([np.nan]), 0.0).numpy().tolist() == [0.0]
+
+
+def test_batchnorm_of_the_global_batch_is_exact_in_float64() -> None:
+    """Also if the variance is as small as epsilon."""
+    keras = pytest.importorskip("keras")
+    import tensorflow as tf
+
+    from hvdtrain.adapters.tensorflow.batchnorm import normalize
+
+    layer = keras.layers.BatchNormalization(epsilon=1e-5, dtype="float64")
+    x = 1e-3 * np.random.default_rng(1).normal(size=(9, 4))
+    layer.build(x.shape)
+    normalized = normalize(layer, tf.constant(x), lambda values: values).numpy()
+    expected = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
+    np.testing.assert_allclose(normalized, expected, rtol=1e-12)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdtrain.config.options import Options
+from hvdtrain.errors import UsageError
 
 
 def test_updates_are_seeded_as_by_torch_and_queue_nothing() -> None:
@@ -32,10 +34,12 @@ def test_updates_are_seeded_as_by_torch_and_queue_nothing() -> None:
     assert drawn == [torch.nn.functional.dropout(torch.ones(8, 4)).tolist()] * 2
 
 
-def parameters_after_a_step(framework: str, clip_norm: float) -> np.ndarray[Any, Any]:
-    """Start a linear classifier from zeros, take a step of SGD, return what it has learned."""
-    recipe = {"precision": "fp64", "device": "cpu", "weight_decay": 0.0, "momentum": 0.0}
-    options = replace(Options(), **recipe, clip_norm=clip_norm)
+def parameters_after_a_step(
+    framework: str, clip_norm: float, weight_decay: float = 0.0, updates: int = 1
+) -> np.ndarray[Any, Any]:
+    """Start a linear classifier from zeros, take steps of SGD, return what it has learned."""
+    recipe = {"precision": "fp64", "device": "cpu", "momentum": 0.0}
+    options = replace(Options(), **recipe, clip_norm=clip_norm, weight_decay=weight_decay)
     x, y = np.array([[3.0, 4.0], [0.0, 5.0]]), np.array([0, 1])
     task: Any
     if framework == "pytorch":
@@ -53,7 +57,8 @@ def parameters_after_a_step(framework: str, clip_norm: float) -> np.ndarray[Any,
         layer = keras.layers.Dense(2, kernel_initializer="zeros", dtype="float64")
         model = keras.Sequential([keras.Input((2,), dtype="float64"), layer])
         task = tensorflow.TFTask(model, options, tensorflow.InMemory(x, y, "/CPU:0"), None)
-    task.update(task.train.fetch(np.arange(2)), learning_rate=1.0, seed=0)
+    for _ in range(updates):
+        task.update(task.train.fetch(np.arange(2)), learning_rate=1.0, seed=0)
     if framework == "pytorch":
         values = [value.detach().numpy().T for value in model.parameters()]
     else:
@@ -70,6 +75,14 @@ def test_gradients_are_clipped_by_their_norm_over_all_parameters(framework: str)
     assert parameters_after_a_step(framework, 2.0) == pytest.approx(whole, abs=1e-12)
     clipped = parameters_after_a_step(framework, 0.1)
     assert clipped == pytest.approx(whole * 0.1 / np.linalg.norm(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_weight_decay_is_exact_in_float64(framework: str) -> None:
+    first, second = (parameters_after_a_step(framework, 0.0, 0.1, n) for n in (1, 2))
+    plain = parameters_after_a_step(framework, 0.0, 0.0, 2)
+    # The second update subtracts a tenth of the first one's result, too.
+    np.testing.assert_allclose(plain - second, 0.1 * first, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -107,3 +120,32 @@ def test_a_fused_optimizer_leaves_updates_out_until_it_is_asked(optimizer: str, 
         if value.is_floating_point():
             assert torch.equal(value, task.model.state_dict()[name]), name
     assert trained(True, 4, 4)[1] == 0
+
+
+def test_the_gradients_of_a_compiled_network_are_those_of_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all layers: PyTorch 2.13 by itself compiles this network to zeros below its pooling."""
+    torch = pytest.importorskip("torch")
+    from hvdtrain.tasks.dataset import Batch
+    from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
+    from hvdtrain.workloads.mnist.pytorch import network
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    options = replace(Options(), precision="fp64", device="cpu", weight_decay=0.0)
+    samples = np.zeros((1, 1, 28, 28), np.uint8), np.zeros(1, np.int64)
+    random = np.random.default_rng(1)
+    x, y = random.normal(size=(100, 1, 28, 28)), random.integers(10, size=100)
+    gradients = []
+    for compiles in (False, True):
+        torch.manual_seed(1)
+        task = TorchTask(network("tutorial", 0.0), options, InMemory(*samples, "cpu"), None)
+        if compiles:
+            try:
+                task.compile()
+            except UsageError as error:
+                pytest.skip(str(error))
+        task.update(Batch(torch.from_numpy(x), torch.from_numpy(y)), learning_rate=0.0, seed=1)
+        gradients.append([value.grad.numpy() for value in task.model.parameters()])
+    for plain, compiled in zip(*gradients, strict=True):
+        assert np.linalg.norm(compiled - plain) <= 1e-12 * np.linalg.norm(plain)

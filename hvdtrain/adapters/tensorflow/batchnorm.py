@@ -82,7 +82,7 @@ def normalize(layer: Any, inputs: Any, reduce: Callable[[Any], Any]) -> Any:
     mean = sums / samples
     variance = tf.maximum(squares / samples - mean * mean, 0.0)
     _update(layer, mean, variance, samples)
-    scale = tf.math.rsqrt(variance + tf.cast(layer.epsilon, tf.float64))
+    scale = tf.math.rsqrt(variance + layer.epsilon)  # tf.cast would round it to float32
     if layer.scale:
         scale *= tf.cast(layer.gamma, tf.float64)
     offset = -mean * scale

@@ -173,7 +173,11 @@ class Buckets(GradientReduction):
 
 def _weighed(flat: Any, weight: Any) -> Any:
     """Return ``flat`` times ``weight``; None: unchanged, without a pass over the gradients."""
-    return flat if weight is None else tf.math.multiply_no_nan(flat, tf.cast(weight, flat.dtype))
+    if weight is None:
+        return flat
+    if tf.is_tensor(weight):  # tf.cast would round a number to float32
+        weight = tf.cast(weight, flat.dtype)
+    return tf.math.multiply_no_nan(flat, weight)
 
 
 def _has_clock() -> bool:
