@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +34,30 @@ from hvdtrain.workloads.data.image_folder import (
 Wanted = tuple[list[int], int | None]  # indices, and the epoch to augment for (None: none)
 Crop = Callable[[Image.Image, int], Image.Image]
 MOST_AHEAD = 16  # maximum number of batches in /dev/shm per rank
+
+
+@dataclass(frozen=True)
+class View:
+    """The square of an image that is a sample: of a region that is resized, a part.
+
+    Attributes:
+        left, top, width, height: region of the image in pixels.
+        resized: width and height to which the region is resized.
+        size: side of the square in pixels.
+        corner: left and top edge of the square in the resized region.
+        flip: whether the square is mirrored.
+        spare: permitted reduction factor of decoding, see ``decoded``.
+    """
+
+    left: int
+    top: int
+    width: int
+    height: int
+    resized: tuple[int, int]
+    size: int
+    corner: tuple[int, int] = (0, 0)
+    flip: bool = False
+    spare: float = 1.0
 
 
 class Reader(Protocol):
@@ -132,6 +157,22 @@ def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:
         return image if image.mode == "RGB" else image.convert("RGB"), smaller
 
 
+def cut(image: Image.Image, view: View) -> Image.Image:
+    """Return the square of ``view`` in RGB, of the result of ``Image.open``.
+
+    Raises:
+        UsageError: naming the broken file.
+    """
+    image, smaller = decoded(image, view.spare)
+    edges = (view.left, view.top, view.left + view.width, view.top + view.height)
+    box = tuple(edge / smaller for edge in edges)
+    square = image.resize(view.resized, Image.Resampling.BILINEAR, box=box)
+    if view.resized != (view.size, view.size):
+        left, top = view.corner
+        square = square.crop((left, top, left + view.size, top + view.size))
+    return square.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.flip else square
+
+
 @contextlib.contextmanager
 def decoding_errors(name: str) -> Iterator[None]:
     """Convert decoding errors within the block to one that names the file."""
@@ -151,8 +192,9 @@ def _shared(batch: Batch) -> Batch:
     The queue would do so too, but if there is no space it drops the batch without an error.
     """
     if torch_data.get_worker_info() is not None:
-        batch.x.share_memory_()
-        batch.y.share_memory_()
+        for tensor in vars(batch).values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.share_memory_()
     return batch
 
 
