@@ -66,15 +66,17 @@ class Reader(Protocol):
     samples: int  # number of samples
     digest: str  # of the samples in order
 
-    def batch(self, indices: list[int], epoch: int | None) -> Batch:
+    def batch(self, indices: list[int], epoch: int | None) -> Any:
         """Return these samples; with an epoch, augmented as a function of seed, epoch and sample.
+
+        They are a ``Batch``, or a dataclass with tensors that ``ReadAhead._read`` converts to one.
 
         Raises:
             UsageError: naming a broken file.
         """
 
 
-class _Batches(torch_data.Dataset[Batch | UsageError]):
+class _Batches(torch_data.Dataset[Any]):
     """The batches of a ``Reader``, by (indices, epoch).
 
     The error of a broken sample is returned, not raised: a worker's exception would reach the user
@@ -84,7 +86,7 @@ class _Batches(torch_data.Dataset[Batch | UsageError]):
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
-    def __getitem__(self, batch: Wanted) -> Batch | UsageError:
+    def __getitem__(self, batch: Wanted) -> Any:
         try:
             with worker_errors():
                 return _shared(self.reader.batch(*batch))
@@ -164,8 +166,12 @@ def cut(image: Image.Image, view: View) -> Image.Image:
         UsageError: naming the broken file.
     """
     image, smaller = decoded(image, view.spare)
-    edges = (view.left, view.top, view.left + view.width, view.top + view.height)
-    box = tuple(edge / smaller for edge in edges)
+    box = (
+        view.left / smaller,
+        view.top / smaller,
+        (view.left + view.width) / smaller,
+        (view.top + view.height) / smaller,
+    )
     square = image.resize(view.resized, Image.Resampling.BILINEAR, box=box)
     if view.resized != (view.size, view.size):
         left, top = view.corner
@@ -186,7 +192,7 @@ def decoding_errors(name: str) -> Iterator[None]:
         raise broken_image(name, error) from error
 
 
-def _shared(batch: Batch) -> Batch:
+def _shared(batch: Any) -> Any:
     """Move ``batch``, in a worker, to shared memory, for the training process.
 
     The queue would do so too, but if there is no space it drops the batch without an error.
@@ -219,9 +225,14 @@ class ReadAhead(Dataset):
         self._workers = options.workers or 0
         self._pin = torch.device(options.device).type != accelerator.CPU
         self._batches: list[Wanted] = []
-        self._loader: torch_data.DataLoader[Batch | UsageError] | None = None
+        self._loader: torch_data.DataLoader[Any] | None = None
 
     def _read(self, batches: list[Wanted]) -> Iterator[Batch]:
+        """Yield the batches."""
+        return self._loaded(batches)
+
+    def _loaded(self, batches: list[Wanted]) -> Iterator[Any]:
+        """Yield the batches as the reader returns them."""
         self._batches[:] = batches
         if self._loader is None:  # kept, with its workers, from epoch to epoch
             self._loader = torch_data.DataLoader(

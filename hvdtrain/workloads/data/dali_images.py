@@ -1,0 +1,329 @@
+"""Images decoded by NVIDIA DALI: of a JPEG, only the region of the sample.
+
+DALI decodes plain JPEGs, and Pillow all others, among them broken ones, so that each file has the
+same result, or the same error, as without DALI. DALI's pixels are Pillow's; on a CPU torch resizes
+them like torchvision, which differs from Pillow by rounding.
+
+On a CPU, the worker processes decode. On a GPU see ``dali_gpu``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.sharding import seed_of
+from hvdtrain.tasks.dataset import Batch
+from hvdtrain.workloads.data.image_folder import AUTO, DALI, PILLOW, ImageFolder, ImageOptions
+from hvdtrain.workloads.data.torch_images import (
+    ReadAhead,
+    View,
+    cut,
+    decoding_errors,
+    opened,
+)
+
+Pixels = NDArray[np.uint8]
+Views = Callable[[Image.Image, int], View]
+AT_ONCE = 16  # number of JPEGs that a worker's pipeline decodes; more only take more memory
+# Reduction factor of decoding from which Pillow, which skips most of the work, is faster.
+REDUCED = 4
+# Markers within a scan: none (a zero is stuffed after each byte of 255), or a restart.
+IN_SCAN = np.zeros(256, bool)
+IN_SCAN[[0x00, *range(0xD0, 0xD8)]] = True
+END_OF_IMAGE = 0xD9
+
+
+@dataclass(frozen=True)
+class Jpeg:
+    """A sample that DALI decodes."""
+
+    index: int
+    data: Pixels  # the bytes of the file
+    view: View
+
+
+def choose_decoder(options: ImageOptions) -> str:
+    """Return ``pillow`` or ``dali``, according to ``--decoder``, device and installed packages.
+
+    Raises:
+        UsageError: DALI was requested and does not work.
+    """
+    requested = options.decoder
+    if requested == PILLOW or (requested == AUTO and gpu_number(options) is None):
+        return PILLOW
+    try:
+        _try(options)
+    except Exception as error:  # of many kinds, from a missing package to a missing library
+        if requested == AUTO:
+            return PILLOW
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UsageError(
+            f"--decoder dali: DALI does not work here ({reason}): pip install 'hvdtrain[dali]', or "
+            "use --decoder pillow"
+        ) from error
+    return DALI
+
+
+def gpu_number(options: ImageOptions) -> int | None:
+    """Return the number of the GPU that decodes; None: the CPU does."""
+    device = torch.device(options.device)
+    if device.type != "cuda" or torch.version.cuda is None:  # PyTorch calls ROCm cuda, too
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _try(options: ImageOptions) -> None:
+    """Decode an image, on the device of the training."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "JPEG")
+    view = View(0, 0, 8, 8, (4, 4), 4)
+    decoder = JpegDecoder(1, gpu=gpu_number(options), size=4)
+    decoder.start([Jpeg(0, np.frombuffer(file.getvalue(), np.uint8), view)])
+    decoder.finish()
+
+
+def dali_folder(images: ImageFolder, views: Views, options: ImageOptions) -> ReadAhead:
+    """Return the images of a folder, or packed, decoded by DALI.
+
+    The function ``views`` returns the view of an opened image for a side in pixels; it is defined
+    in a module, and may use torch's generator in a training.
+    """
+    if gpu_number(options) is None:
+        return ReadAhead(DaliImages(Samples(images, views, options)), options)
+    gpu: Any = importlib.import_module("hvdtrain.workloads.data.dali_gpu")
+    return gpu.GpuFolder(images, views, options)
+
+
+def plain_jpeg(image: Image.Image) -> Pixels | None:
+    """Return the bytes of an opened JPEG that DALI decodes like Pillow; None: use Pillow.
+
+    It is in colour, baseline, and intact as far as the markers show: after the header there is a
+    single scan up to the end of the file. So one that is truncated is not plain.
+    """
+    if image.format != "JPEG" or image.mode != "RGB" or "progressive" in image.info:
+        return None
+    if image.info.get("adobe_transform") == 0:  # RGB itself, unknown to some decoders
+        return None
+    file: Any = image.fp  # type: ignore[attr-defined]
+    scan = file.tell()  # Pillow has read the header
+    file.seek(0)
+    data = np.frombuffer(file.read(), np.uint8)
+    marks = scan + np.flatnonzero(data[scan:-1] == 0xFF)
+    kinds = data[marks + 1]
+    if not len(marks) or marks[-1] != len(data) - 2 or kinds[-1] != END_OF_IMAGE:
+        return None
+    return data if IN_SCAN[kinds[:-1]].all() else None
+
+
+class Samples:
+    """Reads files, draws their views, and has Pillow decode what DALI does not."""
+
+    def __init__(self, images: ImageFolder, views: Views, options: ImageOptions) -> None:
+        self.images, self.views = images, views
+        self.size, self.seed = options.image_size, options.seed
+
+    def read(self, index: int, epoch: int | None, spare: float) -> Jpeg | Pixels:
+        """Return a sample, encoded, or decoded by Pillow.
+
+        Args:
+            index: index of the sample.
+            epoch: epoch to augment for; None: not augmented.
+            spare: permitted reduction factor from which Pillow decodes.
+
+        Raises:
+            UsageError: naming a broken file.
+        """
+        if epoch is not None:
+            # The augmentation depends only on (seed, epoch, sample), not on the worker.
+            torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
+        with opened(self.images.files, index) as image:
+            view = self.views(image, self.size)
+            data = plain_jpeg(image) if view.spare < spare else None
+            return np.asarray(cut(image, view)) if data is None else Jpeg(index, data, view)
+
+    def by_pillow(self, jpeg: Jpeg) -> Pixels:
+        """Decode a JPEG that DALI could not decode.
+
+        Raises:
+            UsageError: naming the broken file.
+        """
+        name = self.images.files.name(jpeg.index)
+        with decoding_errors(name):
+            image = Image.open(io.BytesIO(jpeg.data.tobytes()))
+        image.filename = name  # for ``decoded``
+        return np.asarray(cut(image, jpeg.view))
+
+    def labels(self, indices: Sequence[int]) -> torch.Tensor:
+        """Return the labels of these samples."""
+        return torch.from_numpy(self.images.labels[list(indices)])
+
+
+class JpegDecoder:
+    """Decodes regions of JPEGs by DALI.
+
+    Args:
+        most: maximum number of JPEGs at once.
+        gpu: number of the GPU that decodes; None: the CPU.
+        size: side in pixels of the squares to which DALI resizes; None: it does not resize.
+        threads: number of threads of DALI.
+    """
+
+    def __init__(
+        self, most: int, *, gpu: int | None = None, size: int | None = None, threads: int = 1
+    ) -> None:
+        self.most, self.gpu, self.size, self.threads = most, gpu, size, threads
+        self.busy = False  # whether something was started and not finished
+        self._pipeline: Any = None  # built where it is used: a reader is sent to its workers
+
+    def start(self, jpegs: Sequence[Jpeg]) -> None:
+        """Start decoding; then call ``finish``."""
+        pipeline = self._pipeline = self._pipeline or self._build()
+        self.busy = True
+        views = [jpeg.view for jpeg in jpegs]
+        inputs: dict[str, Any] = {
+            "data": [jpeg.data for jpeg in jpegs],
+            "start": np.array([(view.top, view.left) for view in views], np.int32),
+            "shape": np.array([(view.height, view.width) for view in views], np.int32),
+        }
+        if self.size is not None:
+            inputs["low"], inputs["high"] = _bounds(views)
+        for name, values in inputs.items():
+            pipeline.feed_input(name, values)
+        pipeline.schedule_run()
+
+    def finish(self, stream: Any = None) -> Any:
+        """Return DALI's list of the pixels, which is valid until the next ``finish``.
+
+        Args:
+            stream: CUDA stream on which they are valid; None: on all, at once.
+
+        Raises:
+            RuntimeError: some cannot be decoded.
+        """
+        pipeline, self._pipeline = self._pipeline, None  # of no use after an error
+        decoded = pipeline.outputs(stream)[0]
+        self._pipeline, self.busy = pipeline, False
+        return decoded
+
+    def _build(self) -> Any:
+        from nvidia.dali import fn, pipeline_def, types
+
+        def source(name: str, dtype: Any) -> Any:
+            return fn.external_source(name=name, dtype=dtype, ndim=1)
+
+        def graph() -> Any:
+            pixels = fn.decoders.image_slice(
+                source("data", types.UINT8),
+                start=source("start", types.INT32),
+                shape=source("shape", types.INT32),
+                axes=(0, 1),
+                device="cpu" if self.gpu is None else "mixed",
+                adjust_orientation=False,  # like Pillow
+                # No image depends on the others of its batch: all are decoded by the same engine.
+                hw_decoder_load=1.0,
+                jpeg_fancy_upsampling=True,  # as libjpeg does, and so Pillow
+                affine=False,  # the threads of several ranks would share the first cores
+            )
+            if self.size is None:
+                return pixels
+            return fn.resize(
+                pixels,
+                size=(self.size, self.size),
+                antialias=True,
+                roi_start=source("low", types.FLOAT),
+                roi_end=source("high", types.FLOAT),
+            )
+
+        pipeline = pipeline_def(
+            batch_size=self.most,
+            num_threads=self.threads,
+            device_id=self.gpu,
+            prefetch_queue_depth=1,
+        )(graph)()
+        pipeline.build()
+        return pipeline
+
+
+def _bounds(views: Sequence[View]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return top left and bottom right corner of each square in its region, before resizing.
+
+    In a square that is mirrored, left and right are exchanged.
+    """
+    low, high = [], []
+    for view in views:
+        scales = view.height / view.resized[1], view.width / view.resized[0]
+        edges = [(start, start + view.size) for start in reversed(view.corner)]
+        if view.flip:
+            edges[1] = edges[1][::-1]
+        low.append([edge[0] * scale for edge, scale in zip(edges, scales, strict=True)])
+        high.append([edge[1] * scale for edge, scale in zip(edges, scales, strict=True)])
+    return np.array(low, np.float32), np.array(high, np.float32)
+
+
+def resize(region: Pixels, view: View, square: torch.Tensor) -> None:
+    """Write the square of ``view``, uint8 of shape (3, size, size), of its decoded region."""
+    pixels = torch.from_numpy(region)[None].permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(
+        pixels, size=view.resized[::-1], mode="bilinear", antialias=True
+    )
+    left, top = view.corner
+    part = resized[0, :, top : top + view.size, left : left + view.size]
+    square.copy_(part.flip(2) if view.flip else part)
+
+
+class DaliImages:
+    """Decoded images, see ``torch_images.Images``."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.source = samples
+        self.samples, self.digest = len(samples.images.files), samples.images.digest
+        self._decoder = JpegDecoder(AT_ONCE)
+
+    def batch(self, indices: list[int], epoch: int | None) -> Batch:
+        """Read, decode and crop these images."""
+        self.source.images.files.will_need(indices)
+        size = self.source.size
+        pixels = np.empty((len(indices), size, size, 3), np.uint8)
+        squares = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+        jpegs: list[tuple[int, Jpeg]] = []
+        for row, index in enumerate(indices):
+            sample = self.source.read(index, epoch, REDUCED)
+            if isinstance(sample, Jpeg):
+                jpegs.append((row, sample))
+            else:
+                pixels[row] = sample
+        for first in range(0, len(jpegs), AT_ONCE):
+            some = jpegs[first : first + AT_ONCE]
+            regions = self._regions([jpeg for _, jpeg in some])
+            for (row, jpeg), region in zip(some, regions, strict=True):
+                if region is None:
+                    pixels[row] = self.source.by_pillow(jpeg)
+                else:
+                    resize(region, jpeg.view, squares[row])
+        return Batch(squares, self.source.labels(indices))
+
+    def _regions(self, jpegs: list[Jpeg]) -> list[Pixels | None]:
+        """Return the pixels of the regions; None if DALI cannot decode one.
+
+        They are valid until the next call.
+        """
+        try:
+            self._decoder.start(jpegs)
+            decoded = self._decoder.finish()
+            return [np.asarray(decoded[number]) for number in range(len(jpegs))]
+        except RuntimeError:
+            if len(jpegs) == 1:
+                return [None]
+        # The others must not depend on it. Copied, as each is valid until the next one.
+        singly = [self._regions([jpeg])[0] for jpeg in jpegs]
+        return [None if region is None else region.copy() for region in singly]
