@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +38,9 @@ Views = Callable[[Image.Image, int], View]
 AT_ONCE = 16  # number of JPEGs that a worker's pipeline decodes; more only take more memory
 # Reduction factor of decoding from which Pillow, which skips most of the work, is faster.
 REDUCED = 4
-# Markers within a scan: none (a zero is stuffed after each byte of 255), or a restart.
-IN_SCAN = np.zeros(256, bool)
-IN_SCAN[[0x00, *range(0xD0, 0xD8)]] = True
-END_OF_IMAGE = 0xD9
+# A marker that ends a scan: in it, a zero is stuffed after each byte of 255, unless it restarts.
+MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]", re.DOTALL)
+END_OF_IMAGE = b"\xff\xd9"
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,10 @@ def plain_jpeg(image: Image.Image) -> Pixels | None:
     file: Any = image.fp  # type: ignore[attr-defined]
     scan = file.tell()  # Pillow has read the header
     file.seek(0)
-    data = np.frombuffer(file.read(), np.uint8)
-    marks = scan + np.flatnonzero(data[scan:-1] == 0xFF)
-    kinds = data[marks + 1]
-    if not len(marks) or marks[-1] != len(data) - 2 or kinds[-1] != END_OF_IMAGE:
-        return None
-    return data if IN_SCAN[kinds[:-1]].all() else None
+    data = file.read()
+    mark = MARKER.search(data, scan)
+    intact = mark and mark[0] == END_OF_IMAGE and mark.end() == len(data)
+    return np.frombuffer(data, np.uint8) if intact else None
 
 
 class Samples:
