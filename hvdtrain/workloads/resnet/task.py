@@ -89,8 +89,10 @@ def build(options: ImageOptions) -> Task:
         len(train.classes),
     )
     task.decoder = decoder
+    notes = ["images are decoded by DALI"] if decoder == DALI else []
     if left_out:
-        task.notes = (f"skipped {plural(len(left_out), 'broken image')}, e.g. {left_out[0]}",)
+        notes.append(f"skipped {plural(len(left_out), 'broken image')}, e.g. {left_out[0]}")
+    task.notes = tuple(notes)
     return task
 
 
