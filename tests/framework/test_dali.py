@@ -22,11 +22,10 @@ from hvdtrain.commands.pack.packing import Packing  # noqa: E402
 from hvdtrain.commands.pack.source import PackOptions  # noqa: E402
 from hvdtrain.steps.sharding import Shards  # noqa: E402
 from hvdtrain.workloads.data import image_folder  # noqa: E402
+from hvdtrain.workloads.data.dali_decoder import Jpeg, JpegDecoder  # noqa: E402
 from hvdtrain.workloads.data.dali_gpu import GpuFolder  # noqa: E402
 from hvdtrain.workloads.data.dali_images import (  # noqa: E402
-    Jpeg,
-    JpegDecoder,
-    Samples,
+    SampleReader,
     choose_decoder,
     dali_folder,
 )
@@ -129,7 +128,7 @@ def test_a_training_crop_is_that_of_torchvision_and_pillow(images: ImageFolder) 
         Folder(images, crop, OPTIONS) if crop else dali_folder(images, random_view, OPTIONS)
         for crop in (None, torchvisions, random_crop)
     )
-    samples = Samples(images, random_view, OPTIONS)
+    samples = SampleReader(images, random_view, OPTIONS)
     for epoch in range(20):
         got = batches(by_dali, epoch)
         same, near = batches(expected, epoch), batches(by_pillow, epoch)
@@ -292,14 +291,14 @@ def test_it_is_chosen_where_it_is_requested() -> None:
 
 
 def test_a_plain_jpeg_is_decoded_by_dali(images: ImageFolder) -> None:
-    samples = Samples(images, random_view, OPTIONS)
+    samples = SampleReader(images, random_view, OPTIONS)
     for name, *_ in PLAIN:
         assert isinstance(samples.read(number(images, name), 0, np.inf), Jpeg), name
     for name, *_ in OTHERS:
         assert not isinstance(samples.read(number(images, name), 0, np.inf), Jpeg), name
     whole = samples.read(number(images, FIRST), None, np.inf)
     assert isinstance(whole, Jpeg)
-    assert not isinstance(samples.read(number(images, FIRST), None, spare=0.5), Jpeg)
+    assert not isinstance(samples.read(number(images, FIRST), None, reduced=0.5), Jpeg)
     decoder = JpegDecoder(1)
     decoder.start([whole])
     region = np.asarray(decoder.finish()[0])

@@ -15,14 +15,8 @@ from typing_extensions import override
 
 from hvdtrain.system.machine import accelerator
 from hvdtrain.tasks.dataset import Batch
-from hvdtrain.workloads.data.dali_images import (
-    Jpeg,
-    JpegDecoder,
-    Pixels,
-    Samples,
-    Views,
-    gpu_number,
-)
+from hvdtrain.workloads.data.dali_decoder import Jpeg, JpegDecoder, Pixels
+from hvdtrain.workloads.data.dali_images import SampleReader, Views, gpu_number
 from hvdtrain.workloads.data.image_folder import ImageFolder, ImageOptions
 from hvdtrain.workloads.data.torch_images import ReadAhead, View, Wanted
 
@@ -60,7 +54,7 @@ class Encoded:
 class EncodedImages:
     """Reads batches as ``Encoded``, see ``torch_images.Reader``."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: SampleReader) -> None:
         self.source = samples
         self.samples, self.digest = len(samples.images.files), samples.images.digest
 
@@ -99,7 +93,7 @@ class GpuFolder(ReadAhead):
     """
 
     def __init__(self, images: ImageFolder, views: Views, options: ImageOptions) -> None:
-        self.source = Samples(images, views, options)
+        self.source = SampleReader(images, views, options)
         super().__init__(EncodedImages(self.source), options)
         self.device, self.gpu = torch.device(options.device), gpu_number(options)
         self.threads = max(1, options.workers or 0)

@@ -13,17 +13,16 @@ import importlib
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import seed_of
 from hvdtrain.tasks.dataset import Batch
+from hvdtrain.workloads.data.dali_decoder import Jpeg, JpegDecoder, Pixels
 from hvdtrain.workloads.data.image_folder import AUTO, DALI, PILLOW, ImageFolder, ImageOptions
 from hvdtrain.workloads.data.torch_images import (
     ReadAhead,
@@ -33,7 +32,6 @@ from hvdtrain.workloads.data.torch_images import (
     opened,
 )
 
-Pixels = NDArray[np.uint8]
 Views = Callable[[Image.Image, int], View]
 AT_ONCE = 16  # number of JPEGs that a worker's pipeline decodes; more only take more memory
 # Reduction factor of decoding from which Pillow, which skips most of the work, is faster.
@@ -41,15 +39,6 @@ REDUCED = 4
 # A marker that ends a scan: in it, a zero is stuffed after each byte of 255, unless it restarts.
 MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]", re.DOTALL)
 END_OF_IMAGE = b"\xff\xd9"
-
-
-@dataclass(frozen=True)
-class Jpeg:
-    """A sample that DALI decodes."""
-
-    index: int
-    data: Pixels  # the bytes of the file
-    view: View
 
 
 def choose_decoder(options: ImageOptions) -> str:
@@ -99,7 +88,7 @@ def dali_folder(images: ImageFolder, views: Views, options: ImageOptions) -> Rea
     in a module, and may use torch's generator in a training.
     """
     if gpu_number(options) is None:
-        return ReadAhead(DaliImages(Samples(images, views, options)), options)
+        return ReadAhead(DaliImages(SampleReader(images, views, options)), options)
     gpu: Any = importlib.import_module("hvdtrain.workloads.data.dali_gpu")
     return gpu.GpuFolder(images, views, options)
 
@@ -123,20 +112,20 @@ def plain_jpeg(image: Image.Image) -> Pixels | None:
     return np.frombuffer(data, np.uint8) if intact else None
 
 
-class Samples:
+class SampleReader:
     """Reads files, draws their views, and has Pillow decode what DALI does not."""
 
     def __init__(self, images: ImageFolder, views: Views, options: ImageOptions) -> None:
         self.images, self.views = images, views
         self.size, self.seed = options.image_size, options.seed
 
-    def read(self, index: int, epoch: int | None, spare: float) -> Jpeg | Pixels:
+    def read(self, index: int, epoch: int | None, reduced: float) -> Jpeg | Pixels:
         """Return a sample, encoded, or decoded by Pillow.
 
         Args:
             index: index of the sample.
             epoch: epoch to augment for; None: not augmented.
-            spare: permitted reduction factor from which Pillow decodes.
+            reduced: permitted reduction factor of decoding from which Pillow decodes.
 
         Raises:
             UsageError: naming a broken file.
@@ -146,7 +135,7 @@ class Samples:
             torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
         with opened(self.images.files, index) as image:
             view = self.views(image, self.size)
-            data = plain_jpeg(image) if view.spare < spare else None
+            data = plain_jpeg(image) if view.spare < reduced else None
             return np.asarray(cut(image, view)) if data is None else Jpeg(index, data, view)
 
     def by_pillow(self, jpeg: Jpeg) -> Pixels:
@@ -166,108 +155,6 @@ class Samples:
         return torch.from_numpy(self.images.labels[list(indices)])
 
 
-class JpegDecoder:
-    """Decodes regions of JPEGs by DALI.
-
-    Args:
-        most: maximum number of JPEGs at once.
-        gpu: number of the GPU that decodes; None: the CPU.
-        size: side in pixels of the squares to which DALI resizes; None: it does not resize.
-        threads: number of threads of DALI.
-    """
-
-    def __init__(
-        self, most: int, *, gpu: int | None = None, size: int | None = None, threads: int = 1
-    ) -> None:
-        self.most, self.gpu, self.size, self.threads = most, gpu, size, threads
-        self.busy = False  # whether something was started and not finished
-        self._pipeline: Any = None  # built where it is used: a reader is sent to its workers
-
-    def start(self, jpegs: Sequence[Jpeg]) -> None:
-        """Start decoding; then call ``finish``."""
-        pipeline = self._pipeline = self._pipeline or self._build()
-        self.busy = True
-        views = [jpeg.view for jpeg in jpegs]
-        inputs: dict[str, Any] = {
-            "data": [jpeg.data for jpeg in jpegs],
-            "start": np.array([(view.top, view.left) for view in views], np.int32),
-            "shape": np.array([(view.height, view.width) for view in views], np.int32),
-        }
-        if self.size is not None:
-            inputs["low"], inputs["high"] = _bounds(views)
-        for name, values in inputs.items():
-            pipeline.feed_input(name, values)
-        pipeline.schedule_run()
-
-    def finish(self, stream: Any = None) -> Any:
-        """Return DALI's list of the pixels, which is valid until the next ``finish``.
-
-        Args:
-            stream: CUDA stream on which they are valid; None: on all, at once.
-
-        Raises:
-            RuntimeError: some cannot be decoded.
-        """
-        pipeline, self._pipeline = self._pipeline, None  # of no use after an error
-        decoded = pipeline.outputs(stream)[0]
-        self._pipeline, self.busy = pipeline, False
-        return decoded
-
-    def _build(self) -> Any:
-        from nvidia.dali import fn, pipeline_def, types
-
-        def source(name: str, dtype: Any) -> Any:
-            return fn.external_source(name=name, dtype=dtype, ndim=1)
-
-        def graph() -> Any:
-            pixels = fn.decoders.image_slice(
-                source("data", types.UINT8),
-                start=source("start", types.INT32),
-                shape=source("shape", types.INT32),
-                axes=(0, 1),
-                device="cpu" if self.gpu is None else "mixed",
-                adjust_orientation=False,  # like Pillow
-                # No image depends on the others of its batch: all are decoded by the same engine.
-                hw_decoder_load=1.0,
-                jpeg_fancy_upsampling=True,  # as libjpeg does, and so Pillow
-                affine=False,  # the threads of several ranks would share the first cores
-            )
-            if self.size is None:
-                return pixels
-            return fn.resize(
-                pixels,
-                size=(self.size, self.size),
-                antialias=True,
-                roi_start=source("low", types.FLOAT),
-                roi_end=source("high", types.FLOAT),
-            )
-
-        pipeline = pipeline_def(
-            batch_size=self.most,
-            num_threads=self.threads,
-            device_id=self.gpu,
-            prefetch_queue_depth=1,
-        )(graph)()
-        pipeline.build()
-        return pipeline
-
-
-def _bounds(views: Sequence[View]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return top left and bottom right corner of each square in its region, before resizing.
-
-    In a square that is mirrored, left and right are exchanged.
-    """
-    low, high = [], []
-    for view in views:
-        scales = view.height / view.resized[1], view.width / view.resized[0]
-        edges = [(start, start + view.size) for start in reversed(view.corner)]
-        if view.flip:
-            edges[1] = edges[1][::-1]
-        low.append([edge[0] * scale for edge, scale in zip(edges, scales, strict=True)])
-        high.append([edge[1] * scale for edge, scale in zip(edges, scales, strict=True)])
-    return np.array(low, np.float32), np.array(high, np.float32)
-
-
 def resize(region: Pixels, view: View, square: torch.Tensor) -> None:
     """Write the square of ``view``, uint8 of shape (3, size, size), of its decoded region."""
     pixels = torch.from_numpy(region)[None].permute(0, 3, 1, 2)
@@ -282,7 +169,7 @@ def resize(region: Pixels, view: View, square: torch.Tensor) -> None:
 class DaliImages:
     """Decoded images, see ``torch_images.Images``."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: SampleReader) -> None:
         self.source = samples
         self.samples, self.digest = len(samples.images.files), samples.images.digest
         self._decoder = JpegDecoder(AT_ONCE)
@@ -301,9 +188,9 @@ class DaliImages:
             else:
                 pixels[row] = sample
         for first in range(0, len(jpegs), AT_ONCE):
-            some = jpegs[first : first + AT_ONCE]
-            regions = self._regions([jpeg for _, jpeg in some])
-            for (row, jpeg), region in zip(some, regions, strict=True):
+            chunk = jpegs[first : first + AT_ONCE]
+            regions = self._regions([jpeg for _, jpeg in chunk])
+            for (row, jpeg), region in zip(chunk, regions, strict=True):
                 if region is None:
                     pixels[row] = self.source.by_pillow(jpeg)
                 else:
