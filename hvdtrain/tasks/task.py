@@ -37,6 +37,7 @@ class Task(ABC):
             checkpoint.
         columns: columns of the file of ``--predict``.
         notes: lines to show before the training.
+        decoder: library that decodes the images; empty: the framework does, or there are none.
         speed_only: for a benchmark on random samples, the first of ``notes``, with ``{updates}``;
             empty: a training.
         needs_empty_forward: whether an empty batch needs the forward and backward pass too,
@@ -60,6 +61,7 @@ class Task(ABC):
     metrics: Sequence[Metric] = ()
     columns: Columns = CLASSES
     notes: tuple[str, ...] = ()
+    decoder = ""
     speed_only = ""
     needs_empty_forward = False
     no_sync: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)

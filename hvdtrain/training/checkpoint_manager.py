@@ -118,7 +118,18 @@ class CheckpointManager:
         if self.adapter.world.data_rank:  # only data rank 0 continues the sums of this epoch
             now.loss_sum, now.loss_count = 0.0, 0
         self.path, self._saved = state["path"], _mark(now)
+        self._compare_decoder(state["origin"].get("decoder"))
         return now
+
+    def _compare_decoder(self, saved: object) -> None:
+        """Add a note if another library, ``saved``, has decoded the images so far."""
+        now = self.task.decoder
+        if now and isinstance(saved, str) and saved.isalpha() and saved != now:
+            note = (
+                f"images are decoded by {now} from here on, and were by {saved}: their pixels "
+                f"differ slightly; --decoder {saved} keeps them"
+            )
+            self.task.notes = (*self.task.notes, note)
 
     def _occupy(self, directory: Path) -> None:
         check_writable(directory / STATE_FILE, "--checkpoint-dir")
@@ -185,7 +196,7 @@ class CheckpointManager:
             "loss_count": count,
             "stopped": stopped,  # for a chain of jobs
             "best": self.task.best,
-            "origin": self.origin,
+            "origin": {**self.origin, "decoder": self.task.decoder},
         }
         save = self.adapter.save_checkpoint(
             self.options.checkpoint_dir,

@@ -108,6 +108,7 @@ def check_data(adapter: CommonAdapter, task: Task) -> None:
         "the test data (a digest of labels and names)": (
             task.test.digest[:SHOWN] if task.test else ""
         ),
+        "the decoder of the images (name it: --decoder)": task.decoder or "none",
     }
     remedy = "use the same data on every host (--data), preferably on a shared file system"
     _compare(adapter, mine, remedy)

@@ -11,7 +11,7 @@ from hvdtrain.config.declare import option
 from hvdtrain.errors import UsageError
 from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.data import coco
-from hvdtrain.workloads.data.image_folder import SyntheticOptions, broken_files
+from hvdtrain.workloads.data.image_folder import SyntheticOptions, broken_files, refuse_dali
 
 LR = LearningRates(sgd=2.6e-3, adam=1e-4, adamw=1e-4, lars=0.5, lamb=0.001)
 
@@ -104,6 +104,7 @@ def build(options: DetectorOptions) -> Task:
     """
     if options.framework != "pytorch":
         raise UsageError(f"--framework {options.framework}: ssd300 supports only PyTorch; omit it")
+    refuse_dali(options, "ssd300 decodes whole images, by Pillow")
     if options.pictures:
         try:
             options.pictures.mkdir(parents=True, exist_ok=True)
