@@ -25,6 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.commands.install_horovod.build import decisive_line
 from hvdtrain.commands.install_horovod.wheel_cache import cache_root, read_json, write_atomically
@@ -193,14 +194,14 @@ def try_cell(cell: Cell, results: Path) -> Found:
         if (folder / "log").exists():
             results.mkdir(parents=True, exist_ok=True)
             shutil.copy(folder / "log", results / f"{cell.name}.log")
-    write_atomically(results / f"{cell.name}.json", json.dumps(asdict(found), indent=1))
+    write_atomically(results / f"{cell.name}.json", json.dumps(asdict(found), indent=1).encode())
     return found
 
 
 def known(results: Path) -> dict[str, Found]:
     """Return what is known, by cell."""
     read = {cell.name: read_json(results / f"{cell.name}.json") for cell in CELLS}
-    return {name: Found(**facts) for name, facts in read.items() if facts}
+    return {name: Found(**dict[str, Any](facts)) for name, facts in read.items() if facts}
 
 
 def table(everything: Mapping[str, Found]) -> str:

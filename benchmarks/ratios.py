@@ -146,8 +146,10 @@ def stages(options: argparse.Namespace) -> None:
 
     Images/s, and in parentheses the bubble: as measured, and by formula.
     """
-    line = ("--model=resnet18", "--precision=fp32", "--synthetic", "--global-batch-size=32")
-    line = (*line, f"--num-steps={options.steps + 5}", "--quiet")
+    line = [
+        *("--model=resnet18", "--precision=fp32", "--synthetic", "--global-batch-size=32"),
+        *(f"--num-steps={options.steps + 5}", "--quiet"),
+    ]
 
     def measure(*arguments: str) -> float:
         with tempfile.TemporaryDirectory() as folder:

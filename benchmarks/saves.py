@@ -1,8 +1,9 @@
 """Seconds per step without saves, with saves in the background, and with saves that are waited for.
 
-python -m benchmarks.saves [--rounds 3] [--steps 65] [--every 20] [--only fsdp] [-- OPTIONS]
+python -m benchmarks.saves [--rounds 3] [--steps 65] [--every 20] [--ranks 2] [--only fsdp]
+                           [-- OPTIONS]
 
-ResNet-50 on synthetic images, two ranks, the three ways in turn, in the reverse order each second
+ResNet-50 on synthetic images, the three ways in turn, in the reverse order each second
 round. A step lasts from the arrival of one line of --metrics to that of the next, so a save counts
 with the step after it. OPTIONS replace those of the training, e.g. --model=resnet18.
 """
@@ -51,8 +52,8 @@ class Figures:
         return statistics.fmean(self.steps)
 
 
-def measure(training: Sequence[str], save: str, every: int) -> Figures:
-    """Run a training on two ranks."""
+def measure(training: Sequence[str], save: str, every: int, ranks: int) -> Figures:
+    """Run a training."""
     with tempfile.TemporaryDirectory() as folder:
         summary, lines = Path(folder, "summary.json"), Path(folder, "lines")
         os.mkfifo(lines)
@@ -61,7 +62,7 @@ def measure(training: Sequence[str], save: str, every: int) -> Figures:
         if save != "none":
             words += [f"--checkpoint-dir={folder}/saved", f"--checkpoint-every={every}"]
             words += [f"--save={save}"]
-        run = start(command(2, *words))
+        run = start(command(ranks, *words))
         times = []
         with lines.open() as arriving:
             for line in arriving:
@@ -79,7 +80,7 @@ def compare(name: str, training: Sequence[str], options: argparse.Namespace) -> 
     figures: dict[str, list[Figures]] = {save: [] for save in SAVES}
     for number in range(options.rounds):
         for save in SAVES if number % 2 == 0 else reversed(SAVES):
-            run = measure(training, save, options.every)
+            run = measure(training, save, options.every, options.ranks)
             figures[save].append(run)
             print(
                 f"{name} {number + 1}/{options.rounds} {save:5}: median {run.median:.4f} s, "
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=65)
     parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", choices=TRAININGS, nargs="+", default=[*TRAININGS])
     parser.add_argument("options", nargs="*", metavar="OPTION")
     options = parser.parse_args()

@@ -57,8 +57,8 @@ class Session:
 
     def save(self) -> None:
         """Write down what is known up to here."""
-        write_atomically(self.out / "results.json", json.dumps(self.results, indent=1))
-        write_atomically(self.out / "gpu.md", tables(self.results) + "\n")
+        write_atomically(self.out / "results.json", json.dumps(self.results, indent=1).encode())
+        write_atomically(self.out / "gpu.md", (tables(self.results) + "\n").encode())
 
     def command(self, part: str, name: str, argv: Sequence[str]) -> bool:
         """Run a command of ``part``; note seconds and outcome, return whether well."""
@@ -118,7 +118,7 @@ def tests(session: Session) -> Commands:
 
 
 def tools(session: Session) -> Commands:
-    """Record a timeline of Horovod and read it; measure strategies against each other."""
+    """Record a timeline of Horovod and read it; measure saves, and strategies beside each other."""
     scale = bench.scale()
     train = bench.trainer_line(scale, "auto")
     timeline = session.out / "timeline.json"
@@ -130,6 +130,9 @@ def tools(session: Session) -> Commands:
     else:  # a trainer's only rank sends no gradients
         yield "record a timeline", (*alone, *bench.launched(scale, (sys.executable, ALLREDUCE)))
     yield "timeline", (*HVDTRAIN, "timeline", str(timeline))
+    size = (f"--model={scale.model}", f"--image-size={scale.size}", f"--batch-size={scale.batch}")
+    saves = ("--ranks", str(scale.ranks), "--rounds", "1", "--only", "horovod", "--", *size)
+    yield "saves", (sys.executable, "-m", "benchmarks.saves", *saves)
     compare = (*HVDTRAIN, "compare", "--strategies", "single,horovod,ddp,fsdp", "--repeat", "1")
     where = ("--ranks", str(scale.ranks), "--out", str(session.work / "compare"))
     yield "compare", (*compare, *where, "--", *train)

@@ -26,7 +26,7 @@ prepare() {
     pip=(python3 -m pip --disable-pip-version-check --quiet download --no-deps --dest "$dir/wheels")
     # Horovod's archive and the tools of its build, by the hashes that install-horovod checks.
     python3 -c 'from hvdtrain.commands.install_horovod import recipe
-print(recipe.requirement_text())' >"$dir/horovod.txt"
+print(recipe.REQUIREMENT)' >"$dir/horovod.txt"
     "${pip[@]}" --no-build-isolation --no-binary horovod --require-hashes -r "$dir/horovod.txt"
     pip+=(--only-binary :all: --python-version "$minor" --implementation cp)
     for tag in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1; do

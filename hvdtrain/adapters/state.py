@@ -184,11 +184,12 @@ class StateAdapter(Adapter):
     def _room_for_copies(self, view: StateView, optimizer: Any) -> HostCopies | None:
         """Return the copies of this rank; None, on all ranks, if the memory of a host is short."""
         if self._copies is None and not self._is_short:
-            needed = view.nbytes(optimizer) * self.world.local_size
+            copies = view.host_copies()
+            needed = view.nbytes(optimizer, copies) * self.world.local_size
             rows = self.communicator.gather_json([self.world.host, needed, available_memory()])
             short = [row for row in rows if row[1] > row[2]]
             if not short:
-                self._copies = HostCopies()
+                self._copies = copies
             else:
                 host, needed, available = short[0]
                 warning = (

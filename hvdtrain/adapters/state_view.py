@@ -28,8 +28,6 @@ from hvdtrain.errors import HvdtrainError, TrainingError, UsageError, escaped
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import (
     DAMAGE,
-    MODEL_FILE,
-    TRAINING_FILE,
     Arrays,
     Checkpoint,
     State,
@@ -37,6 +35,7 @@ from hvdtrain.steps.checkpoint_files import (
     Written,
 )
 from hvdtrain.steps.integrity import rank_names
+from hvdtrain.steps.tensor_file import ArraySpec
 from hvdtrain.system.runtime.exit import agreed
 
 DIFFERENT = (
@@ -67,37 +66,46 @@ class Contribution:
     write_all: Callable[[], object] | None = None
 
 
-Take = Callable[[str, str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]
-"""kind of file, name and tensor -> the tensor, or a copy of it."""
-
-
-def as_it_is(_kind: str, _name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a tensor that may share the memory of the state."""
-    return array
+Take = Callable[[str, str, Any], np.ndarray[Any, Any]]
+"""kind of file, name and tensor of the framework -> an array with its values."""
 
 
 class HostCopies:
-    """Copies of arrays in host memory, which the next save reuses when this one is over."""
+    """Copies of tensors in host memory, which the next save reuses when this one is over."""
 
     def __init__(self) -> None:
         self._copies: Arrays = {}
 
-    def copy(self, kind: str, name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return a copy of ``array``, valid until the next one of this ``name`` and ``kind``."""
-        key = f"{kind} {name}"
+    def copy(self, kind: str, name: str, value: Any) -> np.ndarray[Any, Any]:
+        """Return a copy of ``value``, valid until the next one of this ``name`` and ``kind``.
+
+        It is complete after ``finish``. ``value`` is an array, or a tensor of the framework.
+        """
+        key, layout = f"{kind} {name}", self.layout_of(value)
         kept = self._copies.get(key)
-        if kept is None or (kept.shape, kept.dtype) != (array.shape, array.dtype):
-            kept = self._copies[key] = np.empty(array.shape, array.dtype)
-        np.copyto(kept, array)
+        if kept is None or ArraySpec.of(kept) != layout:
+            kept = self._copies[key] = self.allocate(layout)
+        self.fill(kept, value)
         return kept
 
-    def copies(self, state: Checkpoint) -> Checkpoint:
-        """Return ``state`` with copies of its tensors."""
-        model, training = (
-            {name: self.copy(kind, name, np.asarray(value)) for name, value in tensors.items()}
-            for kind, tensors in ((MODEL_FILE, state.model), (TRAINING_FILE, state.training))
-        )
-        return replace(state, model=model, training=training)
+    def layout_of(self, value: Any) -> ArraySpec:
+        """Return type and shape of ``value``."""
+        return ArraySpec.of(value)
+
+    def nbytes(self, layout: ArraySpec) -> int:
+        """Return the size in bytes of the memory that ``allocate`` takes."""
+        return layout.nbytes
+
+    def allocate(self, layout: ArraySpec) -> np.ndarray[Any, Any]:
+        """Return a new array."""
+        return np.empty(layout.shape, layout.dtype)
+
+    def fill(self, copy: np.ndarray[Any, Any], value: Any) -> None:
+        """Copy, or begin to copy, ``value``."""
+        np.copyto(copy, value)
+
+    def finish(self) -> None:
+        """Wait until the copies are complete."""
 
 
 class Connected(Protocol):
@@ -121,11 +129,15 @@ class StateView(ABC):
         self.adapter, self.model = adapter, model
 
     @abstractmethod
-    def export(self, optimizer: Any, take: Take = as_it_is) -> Checkpoint:
+    def export(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
         """Return the whole state; see ``StateAdapter.export_state``.
 
-        ``take`` gets each tensor as soon as it is in host memory, and returns what to return.
+        ``take`` makes an array of each tensor; by default one that may share its memory.
         """
+
+    def host_copies(self) -> HostCopies:
+        """Return what ``contribute`` copies the state with."""
+        return HostCopies()
 
     @abstractmethod
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
@@ -143,9 +155,9 @@ class StateView(ABC):
     def trained_names(self) -> set[str]:
         """Return the names in ``export`` of the parameters that are trained."""
 
-    def replicated(self, optimizer: Any) -> Checkpoint:
+    def replicated(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
         """Return the part of the state that is identical on all ranks after each update."""
-        return self._trained(self.export(optimizer))
+        return self._trained(self.export(optimizer, take))
 
     def _trained(self, state: Checkpoint) -> Checkpoint:
         names = self.trained_names()
@@ -171,13 +183,13 @@ class StateView(ABC):
             "right after the broadcast: please report it; continuing would give wrong results",
         )
 
-    def nbytes(self, optimizer: Any) -> int:
-        """Return the size in bytes of what ``contribute`` copies on this rank."""
+    def nbytes(self, optimizer: Any, copies: HostCopies) -> int:
+        """Return the size in bytes of the ``copies`` of ``contribute`` on this rank."""
         sizes: list[int] = []
 
-        def measure(_kind: str, _name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-            sizes.append(array.nbytes)
-            return array[:0] if array.ndim else array  # its memory is not kept
+        def measure(_kind: str, _name: str, value: Any) -> np.ndarray[Any, Any]:
+            sizes.append(copies.nbytes(copies.layout_of(value)))
+            return np.empty(0)
 
         self.export(optimizer, measure)
         return sum(sizes)
@@ -185,6 +197,7 @@ class StateView(ABC):
     def fill(self, optimizer: Any, copies: HostCopies) -> None:
         """Allocate ``copies`` by copying the state, as ``contribute`` does."""
         self.export(optimizer, copies.copy)
+        copies.finish()
 
     def contribute(
         self,
@@ -205,7 +218,9 @@ class StateView(ABC):
             keep: number of recent checkpoints to keep.
             copies: copies to write, so that the training can continue; None: write without a copy.
         """
-        arrays = self.export(optimizer, copies.copy if copies else as_it_is)
+        arrays = self.export(optimizer, copies.copy if copies else None)
+        if copies:
+            copies.finish()
         checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
 
         def write(folder: Path) -> list[Written]:

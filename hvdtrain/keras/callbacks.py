@@ -204,12 +204,12 @@ def set_learning_rate(optimizer: Any, new: float, *, correct: bool = True) -> No
     """Set the learning rate; ``correct`` scales the velocity with it."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     old = float(optimizer.learning_rate)
-    optimizer.learning_rate = new
+    optimizer.learning_rate = np.asarray(new)  # see TFTask.update
     # Keras's velocity includes the learning rate. Scaling it once is equivalent to scaling the
     # momentum for one update. (The momentum itself is a constant of the traced function.)
     if correct and getattr(optimizer, "momentum", None) and old and new != old:
         for velocity in getattr(optimizer, "momentums", ()):
-            velocity.assign(velocity.value * tf.constant(new / old, velocity.dtype))
+            velocity.assign(velocity.value * tf.constant(np.asarray(new / old), velocity.dtype))
 
 
 class LearningRateScheduleCallback(ModelCallback):

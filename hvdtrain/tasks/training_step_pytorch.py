@@ -29,6 +29,7 @@ from hvdtrain.tasks.task import NotFinite, Task
 Losses = Callable[[torch.Tensor, Any], torch.Tensor]
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+KERNEL_ORDER = "reorder_for_peak_memory"  # an option of torch.compile
 
 
 class InMemory(Indexed):
@@ -174,7 +175,13 @@ class TorchTask(Task):
         # Not by model.compile(), which does not compile a Sequential, code of PyTorch itself. And a
         # compiled convolution fails in the backward pass of an empty batch.
         plain = self.model.forward
-        compiled = torch.compile(plain, options=_in_order())
+        # PyTorch 2.13 reorders kernels to save memory, and on a CPU a convolution's backward pass
+        # then reads the gradient of a max pooling before it is written: the gradients of the layers
+        # below are zero. Older versions do not have the option.
+        known = torch._inductor.list_options()
+        compiled = torch.compile(
+            plain, options={KERNEL_ORDER: False} if KERNEL_ORDER in known else None
+        )
         self.model.forward = lambda x: (compiled if len(x) else plain)(x)
 
     @property
@@ -317,16 +324,6 @@ class TorchTask(Task):
     @override
     def loss_values(self, losses: list[Any]) -> list[float]:
         return torch.stack(losses).tolist() if losses else []
-
-
-def _in_order() -> dict[str, bool]:
-    """Return the options of torch.compile that keep the order of its kernels.
-
-    PyTorch 2.13 reorders them to save memory, and on a CPU a convolution's backward pass then reads
-    the gradient of a max pooling before it is written: the gradients of the layers below are zero.
-    """
-    name = "reorder_for_peak_memory"
-    return {name: False} if name in torch._inductor.list_options() else {}  # not in PyTorch 2.4
 
 
 def network_input(

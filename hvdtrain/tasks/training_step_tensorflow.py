@@ -130,7 +130,8 @@ class TFTask(Task):
 
     @override
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> Any:
-        rate = np.float64(learning_rate)
+        # An array: TensorFlow keeps a tensor of each Python number, also NumPy's, for ever.
+        rate = np.asarray(learning_rate, np.float64)
         tensors = self._tensors(batch)
         if self._step is None:
             arguments = [tf.TensorSpec((), tf.float64), tf.TensorSpec((), tf.int64)]
@@ -138,7 +139,7 @@ class TFTask(Task):
         if batch.count or self.needs_empty_forward:
             loss, bad, local = self._step(tensors, rate, np.int64(seed))
         else:
-            loss, bad, local = self._empty_step(rate, np.float64(0))
+            loss, bad, local = self._empty_step(rate, np.zeros(()))
         self.not_finite = None
         if bad >= 0:
             name = self.model.trainable_variables[bad].path

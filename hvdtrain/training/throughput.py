@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -53,15 +54,19 @@ def split(times: np.ndarray[Any, np.dtype[np.float64]]) -> StepSplit:
     return replace(parts, slowest_rank=slowest, slowest_share=float(last[slowest] / last.sum()))
 
 
+def _numbers() -> array[float]:
+    return array("d")  # 8 bytes per step: there may be millions
+
+
 @dataclass
 class Clock:
     """Duration of each step, without the time between steps (evaluation, saving), and its parts."""
 
-    seconds: list[float] = field(default_factory=list)
-    images: list[int] = field(default_factory=list)
-    data: list[float] = field(default_factory=list)  # seconds of the wait for the batch
-    blocked: list[float] = field(default_factory=list)  # seconds, by other ranks; nan: unknown
-    processor: list[float] = field(default_factory=list)  # seconds of all threads of this process
+    seconds: array[float] = field(default_factory=_numbers)
+    images: array[int] = field(default_factory=lambda: array("q"))
+    data: array[float] = field(default_factory=_numbers)  # seconds of the wait for the batch
+    blocked: array[float] = field(default_factory=_numbers)  # seconds, by other ranks; nan: unknown
+    processor: array[float] = field(default_factory=_numbers)  # seconds of all threads of the rank
     left_out: set[int] = field(default_factory=set)
     started: float = field(default_factory=lambda: psutil.Process().create_time())
     first_step: float | None = None
@@ -142,7 +147,7 @@ class Clock:
 
         If a GPU is synchronized only once in several steps, that step takes the time of all.
         """
-        return statistics.fmean(self.seconds[1:][-100:] or [0.0])
+        return statistics.fmean(self.seconds[max(1, len(self.seconds) - 100) :] or [0.0])
 
     def longest_recent(self, steps: int) -> float:
         """Return the longest duration of ``steps`` steps, in seconds, by the last hundred.

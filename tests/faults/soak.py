@@ -113,8 +113,8 @@ class Soak:
             outcome = job.finish(60)
             left = job.left()
         assert outcome.code in fault.codes, f"{name}: {outcome.code}: {outcome.out}"
-        # mpirun kills its ranks half a second after a signal, which three ranks on two cores may
-        # need for the save alone: then the next run removes their lock.
+        # mpirun kills ranks half a second after a signal; on shared cores a save may take longer.
+        # The next run removes the lock of a killed rank.
         assert left.keys() <= {*fault.leaves, "locks"}, f"{name}: {left}"
         entries = len(list(job.checkpoints.iterdir()))
         assert entries <= MOST_SAVED, f"{name}: {entries} entries in {job.checkpoints}"

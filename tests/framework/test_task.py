@@ -149,3 +149,39 @@ def test_the_gradients_of_a_compiled_network_are_those_of_the_network(
         gradients.append([value.grad.numpy() for value in task.model.parameters()])
     for plain, compiled in zip(*gradients, strict=True):
         assert np.linalg.norm(compiled - plain) <= 1e-12 * np.linalg.norm(plain)
+
+
+def test_updates_of_tensorflow_retain_no_memory() -> None:
+    """TensorFlow retains a tensor of each Python number, 700 bytes; the rate changes each step."""
+    keras = pytest.importorskip("keras")
+    from hvdtrain.tasks import training_step_tensorflow as tensorflow
+
+    options = replace(Options(), precision="fp64", device="cpu")
+    x, y = np.ones((2, 2)), np.array([0, 1])
+    layer = keras.layers.Dense(2, dtype="float64")
+    model = keras.Sequential([keras.Input((2,), dtype="float64"), layer])
+    task = tensorflow.TFTask(model, options, tensorflow.InMemory(x, y, "/CPU:0"), None)
+    batches = task.train.fetch(np.arange(2)), task.train.fetch(np.arange(0))
+
+    def train(steps: range) -> None:
+        for step in steps:
+            task.update(batches[step % 2], learning_rate=1e-6 * step, seed=step)
+
+    train(range(100))
+    before = allocated_bytes()
+    train(range(100, 1100))
+    assert allocated_bytes() - before < 100 * 1000
+
+
+def allocated_bytes() -> int:
+    """Return the memory that the C library has given out to this process, in bytes."""
+    import ctypes
+
+    class Usage(ctypes.Structure):  # struct mallinfo2
+        _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is None:
+        pytest.skip("the C library is not glibc 2.33 or newer")
+    function.restype = Usage
+    return int(function().numbers[7])  # uordblks

@@ -68,27 +68,44 @@ def test_a_strategy_computes_what_one_process_does(strategy: str, tmp_path: Path
         assert other[key] == pytest.approx(alone[key], rel=1e-9)
 
 
+def saved(strategy: str, folder: Path, *options: str) -> list[Path]:
+    """Train a residual network on one rank; return the checkpoints, the oldest first."""
+    kept = folder / "checkpoints"
+    network = ("--model=resnet18", "--image-size=64", "--batch-size=8", "--synthetic")
+    line = (f"--strategy={strategy}", *network, "--deterministic", f"--checkpoint-dir={kept}")
+    train(1, folder, "resnet", *line, *options)
+    return sorted(kept.glob("step-*"))
+
+
+def assert_same(checkpoint: Path, other: Path) -> None:
+    for name in ("model", "training"):
+        one, two = (
+            safetensors.numpy.load_file(folder / f"{name}.safetensors")
+            for folder in (checkpoint, other)
+        )
+        assert one.keys() == two.keys()
+        for tensor, value in one.items():
+            assert value.tobytes() == two[tensor].tobytes(), f"{name}: {tensor} differs"
+
+
 @pytest.mark.parametrize("strategy", FEW)
 def test_resumed_is_bit_equal(strategy: str, tmp_path: Path) -> None:
-    options = (f"--strategy={strategy}", "--model=resnet18", "--image-size=64", "--batch-size=8")
+    uncut = saved(strategy, tmp_path / "uncut", "--num-steps=8")
+    saved(strategy, tmp_path / "cut", "--num-steps=3")
+    resumed = saved(strategy, tmp_path / "cut", "--num-steps=8", "--resume=must")
+    assert_same(uncut[-1], resumed[-1])
 
-    def newest(folder: Path, *more: str) -> Path:
-        kept = folder / "checkpoints"
-        line = ("--deterministic", "--synthetic", f"--checkpoint-dir={kept}", *more)
-        train(1, folder, "resnet", *options, *line)
-        return sorted(kept.glob("step-*"))[-1]
 
-    uncut = newest(tmp_path / "uncut", "--num-steps=8")
-    newest(tmp_path / "cut", "--num-steps=3")
-    resumed = newest(tmp_path / "cut", "--num-steps=8", "--resume=must")
-    for name in ("model", "training"):
-        one, other = (
-            safetensors.numpy.load_file(folder / f"{name}.safetensors")
-            for folder in (uncut, resumed)
-        )
-        assert one.keys() == other.keys()
-        for tensor, value in one.items():
-            assert value.tobytes() == other[tensor].tobytes(), f"{name}: {tensor} differs"
+@pytest.mark.parametrize("strategy", FEW)
+def test_a_save_in_the_background_has_the_state_of_its_step(strategy: str, tmp_path: Path) -> None:
+    """The accelerator writes the copies itself; no later update may change them."""
+    line = ("--num-steps=8", "--checkpoint-every=2", "--keep=9")
+    background = saved(strategy, tmp_path / "async", *line, "--save=async")
+    waited = saved(strategy, tmp_path / "sync", *line, "--save=sync")
+    assert [folder.name for folder in background] == [folder.name for folder in waited]
+    assert len(waited) == 4
+    for pair in zip(background, waited, strict=True):
+        assert_same(*pair)
 
 
 @needs_gpu

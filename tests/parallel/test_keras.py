@@ -14,7 +14,7 @@ from tests.parallel.conftest import run_script
 
 # Ways to train (functions of the script): all of them over two ranks, those that depend on the
 # number of ranks over three, too.
-WAYS = {1: "plain,rates", 2: "all", 3: "plain,datasets,resumed"}
+WAYS = {1: "plain,rates", 2: "all", 3: "plain,datasets,own_loop,resumed"}
 
 
 @pytest.mark.parametrize("number", WAYS)

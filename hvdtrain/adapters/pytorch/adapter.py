@@ -16,9 +16,10 @@ from typing_extensions import override
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.profiler import Profiler, rank_facts
 from hvdtrain.adapters.pytorch import batchnorm
-from hvdtrain.adapters.state_view import StateView, Take, as_it_is, check_names
+from hvdtrain.adapters.state_view import HostCopies, StateView, Take, check_names
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
+from hvdtrain.steps.tensor_file import ArraySpec
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.output.text import plural
@@ -36,6 +37,43 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model.module if isinstance(model, wrappers) else model
 
 
+class TensorCopies(HostCopies):
+    """Copies of tensors; an accelerator ``device`` writes them itself, into page-locked memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._locked = device.type != accelerator.CPU
+
+    @override
+    def layout_of(self, value: Any) -> ArraySpec:
+        return layout_of(value) if isinstance(value, torch.Tensor) else super().layout_of(value)
+
+    @override
+    def nbytes(self, layout: ArraySpec) -> int:
+        size = super().nbytes(layout)
+        # PyTorch's allocator of page-locked memory rounds to a power of two.
+        return 1 << (size - 1).bit_length() if self._locked and size else size
+
+    @override
+    def allocate(self, layout: ArraySpec) -> np.ndarray[Any, Any]:
+        if not self._locked:
+            return super().allocate(layout)
+        like = torch.from_numpy(np.empty(0, layout.dtype))
+        return torch.empty(layout.shape, dtype=like.dtype, pin_memory=True).numpy()
+
+    @override
+    def fill(self, copy: np.ndarray[Any, Any], value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            torch.from_numpy(copy).copy_(value.detach(), non_blocking=True)
+        else:
+            super().fill(copy, value)
+
+    @override
+    def finish(self) -> None:
+        if self._locked:
+            accelerator.synchronize()
+
+
 class TorchView(StateView):
     """State of a PyTorch model and its optimizer."""
 
@@ -51,9 +89,10 @@ class TorchView(StateView):
         return {name for name, value in named if value.requires_grad}
 
     @override
-    def export(self, optimizer: Any, take: Take = as_it_is) -> Checkpoint:
+    def export(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
+        take = take or (lambda _kind, _name, tensor: array_of(tensor))
         model, training = (
-            {name: take(kind, name, self.array(value)) for name, value in tensors.items()}
+            {name: take(kind, name, self.whole(value)) for name, value in tensors.items()}
             for kind, tensors in (
                 (MODEL_FILE, self.tensors()),
                 (TRAINING_FILE, optimizer_tensors(optimizer)),
@@ -61,9 +100,13 @@ class TorchView(StateView):
         )
         return Checkpoint(model, training)
 
-    def array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-        """Return a tensor of the state for ``export``."""
-        return array_of(tensor)
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole of a tensor of the state, for ``export``."""
+        return tensor
+
+    @override
+    def host_copies(self) -> HostCopies:
+        return TensorCopies(self.adapter.device)
 
     @override
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
@@ -187,6 +230,11 @@ class PyTorchAdapter(CommonAdapter):
         from hvdtrain.adapters.pytorch.profiler import TorchProfiler
 
         return TorchProfiler(rank_facts(self.world, self.name))
+
+
+def layout_of(value: torch.Tensor) -> ArraySpec:
+    """Return the layout of the whole tensor, of which this rank may hold only a part."""
+    return ArraySpec(torch.empty(0, dtype=value.dtype).numpy().dtype, tuple(value.shape))
 
 
 def array_of(value: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -26,6 +26,7 @@ from hvdtrain.adapters.partition import balanced_owners
 from hvdtrain.adapters.pytorch.adapter import (
     TorchView,
     array_of,
+    layout_of,
     optimizer_tensors,
     parameters_of,
     tensor_of,
@@ -36,10 +37,9 @@ from hvdtrain.adapters.pytorch.sharded import (
     ShardedAdapter,
     ShardedView,
     UpdateSums,
-    layout_of,
 )
 from hvdtrain.adapters.pytorch.sums import TYPES
-from hvdtrain.adapters.state_view import digests_of
+from hvdtrain.adapters.state_view import Take, digests_of
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.waits import SUM
@@ -104,7 +104,7 @@ class RowsView(ShardedView):
         )
 
     @override
-    def replicated(self, optimizer: Any) -> Checkpoint:
+    def replicated(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
         return Checkpoint({}, {})  # each rank has different rows
 
     @override
@@ -130,8 +130,8 @@ class RowsView(ShardedView):
         return tensor_of(stored)
 
     @override
-    def array(self, tensor: torch.Tensor) -> NDArray[Any]:
-        return array_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     @override
     def pieces(self, optimizer: Any) -> Iterator[Piece]:

@@ -25,7 +25,7 @@ from hvdtrain.adapters.partition import balanced_cuts
 from hvdtrain.adapters.pytorch.adapter import TorchView, tensor_of
 from hvdtrain.adapters.pytorch.pipeline_schedule import Pipeline
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
-from hvdtrain.adapters.state_view import Take, as_it_is, compare, digests_of
+from hvdtrain.adapters.state_view import Take, compare, digests_of
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.collectives.torch_distributed import Subgroup, TorchDistributed
 from hvdtrain.config.comm_options import check_stages
@@ -173,17 +173,17 @@ class StageView(ShardedView):
         return self.compare(digests_of(super().export(optimizer)), remedy)
 
     @override
-    def replicated(self, optimizer: Any) -> Checkpoint:
+    def replicated(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
         if self.world.data_size == 1:
             return Checkpoint({}, {})  # no state is replicated
-        return self._trained(super().export(optimizer))
+        return self._trained(super().export(optimizer, take))
 
     @override
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.model.stage_state()
 
     @override
-    def export(self, optimizer: Any, take: Take = as_it_is) -> Checkpoint:
+    def export(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
         state = super().export(optimizer, take)
         whole: list[Arrays] = []
         for tensors in (state.model, state.training):

@@ -24,7 +24,13 @@ from typing_extensions import override
 
 from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.common_adapter import Flags
-from hvdtrain.adapters.pytorch.adapter import TorchView, array_of, optimizer_tensors, parameters_of
+from hvdtrain.adapters.pytorch.adapter import (
+    TorchView,
+    array_of,
+    layout_of,
+    optimizer_tensors,
+    parameters_of,
+)
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums
 from hvdtrain.adapters.pytorch.sums import fill
 from hvdtrain.adapters.state_view import (
@@ -62,8 +68,8 @@ class Piece:
         name: name in that file.
         layout: layout of the whole tensor.
         owner: the rank that writes it.
-        fetch: function that returns the whole tensor on the owner, None on other ranks; all ranks
-            must call it together.
+        fetch: function that returns the whole tensor, or an array of it, on the owner, None on
+            other ranks; all ranks must call it together.
         infinite: whether it may contain infinities.
     """
 
@@ -71,7 +77,7 @@ class Piece:
     name: str
     layout: ArraySpec
     owner: int
-    fetch: Callable[[], NDArray[Any] | None]
+    fetch: Callable[[], torch.Tensor | NDArray[Any] | None]
     infinite: bool = False
 
     @property
@@ -145,26 +151,30 @@ class ShardedView(TorchView):
         """Yield ``tensors`` of the model and the optimizer's, which this rank holds whole."""
         rank, trained = self.world.rank, self.trained_names()
         for name, value in tensors.items():
-            whole = partial(array_of, value)
             infinite = name not in trained
+            whole = partial(torch.Tensor.detach, value)
             yield Piece(MODEL_FILE, name, layout_of(value), rank, whole, infinite)
         for name, value in optimizer_tensors(optimizer).items():
-            yield Piece(TRAINING_FILE, name, layout_of(value), rank, partial(array_of, value))
+            whole = partial(torch.Tensor.detach, value)
+            yield Piece(TRAINING_FILE, name, layout_of(value), rank, whole)
 
     @override
-    def nbytes(self, optimizer: Any) -> int:
-        mine = sum(
-            piece.layout.nbytes
-            for piece in self.pieces(optimizer)
-            if piece.owner == self.world.rank
-        )
-        shared = self.replicated(optimizer)
-        return mine + sum(x.nbytes for x in (*shared.model.values(), *shared.training.values()))
+    def nbytes(self, optimizer: Any, copies: HostCopies) -> int:
+        mine = (p.layout for p in self.pieces(optimizer) if p.owner == self.world.rank)
+        sizes = [copies.nbytes(layout) for layout in mine]
+
+        def measure(_kind: str, _name: str, value: torch.Tensor) -> NDArray[Any]:
+            sizes.append(copies.nbytes(copies.layout_of(value)))
+            return np.empty(0)
+
+        self.replicated(optimizer, measure)
+        return sum(sizes)
 
     @override
     def fill(self, optimizer: Any, copies: HostCopies) -> None:
-        copies.copies(self.replicated(optimizer))
+        self.replicated(optimizer, copies.copy)
         list(self._copied(list(self.pieces(optimizer)), copies))
+        copies.finish()
 
     @override
     def contribute(
@@ -176,7 +186,7 @@ class ShardedView(TorchView):
         keep: int,
         copies: HostCopies | None,
     ) -> Contribution:
-        replicated = self.replicated(optimizer)
+        replicated = self.replicated(optimizer, copies.copy if copies else None)
         pieces = list(self.pieces(optimizer))
         rank = self.world.rank
         if not self.world.data_rank:
@@ -193,8 +203,8 @@ class ShardedView(TorchView):
                 if name != SEEN or not rank
             )
         if copies:
-            replicated = copies.copies(replicated)
             pieces = list(self._copied(pieces, copies))
+            copies.finish()
         return Contribution(
             lambda folder: self._write(folder, state["step"], pieces),
             replicated,
@@ -205,9 +215,9 @@ class ShardedView(TorchView):
     def _copied(self, pieces: Sequence[Piece], copies: HostCopies) -> Iterator[Piece]:
         """Yield this rank's ``pieces`` with copies; all ranks gather them together."""
         for piece in sorted(pieces, key=lambda piece: piece.order):
-            array = piece.fetch()
-            if array is not None and piece.owner == self.world.rank:
-                copy = copies.copy(piece.kind, piece.name, array)
+            value = piece.fetch()
+            if value is not None and piece.owner == self.world.rank:
+                copy = copies.copy(piece.kind, piece.name, value)
                 yield replace(piece, fetch=partial(np.asarray, copy))
 
     def _write(self, folder: Path, step: int, pieces: Sequence[Piece]) -> list[Written]:
@@ -220,8 +230,9 @@ class ShardedView(TorchView):
         }
         writer = Writer(folder, step, files, mine)
         for piece in pieces:
-            array = piece.fetch()
-            if array is not None:
+            value = piece.fetch()
+            if value is not None:
+                array = array_of(value) if isinstance(value, torch.Tensor) else value
                 writer.write(piece, array)
         return writer.close()
 
@@ -247,11 +258,6 @@ class ShardedView(TorchView):
             self.restore(optimizer, replace(checkpoint, training=training))
         if optimizer is not None:
             self.adapter.rank_buffers = ranks
-
-
-def layout_of(value: torch.Tensor) -> ArraySpec:
-    """Return the layout of the whole tensor, of which this rank may hold only a part."""
-    return ArraySpec(torch.empty(0, dtype=value.dtype).numpy().dtype, tuple(value.shape))
 
 
 class Writer:

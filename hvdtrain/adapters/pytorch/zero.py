@@ -19,6 +19,7 @@ from hvdtrain.adapters.partition import balanced_owners, buckets
 from hvdtrain.adapters.pytorch.adapter import parameters_of, tensor_of
 from hvdtrain.adapters.pytorch.ddp import WeightedDdp
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
+from hvdtrain.adapters.state_view import Take
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Checkpoint
 from hvdtrain.system.runtime.waits import SUM
@@ -59,8 +60,8 @@ class ShareView(ShardedView):
         return super().broadcast(None)
 
     @override
-    def replicated(self, optimizer: Any) -> Checkpoint:
-        return super().replicated(None)
+    def replicated(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
+        return super().replicated(None, take)
 
     @override
     def optimizer_state(self, index: int, parameter: Any, saved: Any) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.profiler import Profiler, rank_facts
-from hvdtrain.adapters.state_view import StateView, Take, as_it_is, check_names
+from hvdtrain.adapters.state_view import StateView, Take, check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import (
@@ -43,7 +43,8 @@ class KerasView(StateView):
         return {name for name, value in _named_weights(self.model).items() if id(value) in trained}
 
     @override
-    def export(self, optimizer: Any, take: Take = as_it_is) -> Checkpoint:
+    def export(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
+        take = take or (lambda _kind, _name, array: array)
         state = {} if optimizer is None else _named_state(self.model, optimizer)
         model, training = (
             {name: take(kind, name, np.asarray(value.numpy())) for name, value in variables.items()}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
@@ -246,7 +247,7 @@ class BucketedAdapter(TensorFlowAdapter):
         if values != self._assigned:  # most parts of an epoch have the same weight
             self._assigned = values
             for buckets in self._buckets:
-                buckets.weight.assign(values[0])
+                buckets.weight.assign(np.asarray(values[0]))  # see TFTask.update
                 buckets.send(values[1])
 
     @property

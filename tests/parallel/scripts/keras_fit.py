@@ -194,6 +194,7 @@ def own_loop() -> None:
     for options, expected in (
         ({}, (SIZE - 1) / 2),
         ({"op": hvd.Sum}, SIZE * (SIZE - 1) / 2),
+        ({"gradient_predivide_factor": 3.0}, (SIZE - 1) / 2),
         ({"compression": compression}, (SIZE - 1) / 2),
     ):
         weight = keras.Variable(np.full(3, RANK, np.float64))
@@ -201,7 +202,14 @@ def own_loop() -> None:
         optimizer.build([weight])
         hvd.broadcast_global_variables(0)
         optimizer.apply([tf.fill([3], tf.constant(RANK, tf.float64))])
-        np.testing.assert_allclose(weight.numpy(), np.full(3, -expected))
+        np.testing.assert_allclose(weight.numpy(), np.full(3, -expected), rtol=1e-15)
+    # As exact where only a factor is: a local gradient has the share of one rank.
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", dtype="float64")
+    layer.build((None, 1))
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=layer)
+    optimizer.build(layer.trainable_weights)
+    optimizer.apply([tf.fill([1, 1], tf.constant(0.1, tf.float64))])
+    np.testing.assert_allclose(layer.kernel.numpy(), -0.1 / SIZE, rtol=1e-15)
     expect_error(lambda: hvd.broadcast_global_variables(1), "root_rank is 1")
     expect_error(lambda: hvd.DistributedOptimizer(optimizer), "distributed already")
     expect_error(lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Adasum), "Average or Sum")

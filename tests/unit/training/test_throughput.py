@@ -183,8 +183,8 @@ def test_the_times_of_a_rank(fake: FakeTime) -> None:
             fake.now += 0.5
     clock.resume()  # what was met before an evaluation is no part of a step
     clock.step(8, blocked=blocked)
-    assert clock.data == [1.0, 2.0, 0.0]
-    assert clock.blocked == [0.25, 1.0, 0.0]
+    assert list(clock.data) == [1.0, 2.0, 0.0]
+    assert list(clock.blocked) == [0.25, 1.0, 0.0]
 
 
 def test_all_ranks_tell_theirs(on_ranks: OnRanks) -> None:
