@@ -30,7 +30,7 @@ LOADERS = {"pillow": "hvdtrain", "dali": "dali", "torchvision": "torchvision", "
 NEEDS = {"dali": "nvidia.dali", "timm": "timm"}
 # Frequent widths and heights of ImageNet, in rough proportion, and what gives its file size.
 SIZES = ((500, 375),) * 6 + ((375, 500),) * 2 + ((500, 333), (400, 300))
-ENCODING = {"quality": 96, "subsampling": "4:2:0"}
+QUALITY, SUBSAMPLING = 96, "4:2:0"
 SIZE, COMPARED = 224, 256  # side of a crop, and number of images whose pixels are compared
 KEYS = ("images_per_second", "processor_milliseconds")
 
@@ -51,7 +51,7 @@ def native(source: Path, target: Path, number: int) -> None:
         folder = target / "train" / path.parent.name
         folder.mkdir(parents=True, exist_ok=True)
         crop = Image.fromarray(pixels[top : top + height, left : left + width])
-        crop.save(folder / f"{index:06}.jpg", **ENCODING)
+        crop.save(folder / f"{index:06}.jpg", quality=QUALITY, subsampling=SUBSAMPLING)
 
 
 def measure(loader: str, data: Path, core: int) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 A thousand ranks that import PyTorch open millions of files, which a shared file system serves one
 by one. So the environment is packed once, into a tar archive named by a digest of its files' names,
-sizes and times; ``environment_host.py`` sends it to the hosts and unpacks it there.
+sizes and times, with a description beside it that has the checksum of the archive;
+``environment_host.py`` sends both to the hosts and unpacks the archive there.
 
 The copy is another directory, so what names the old one is adapted, as conda does: the first lines
 of scripts, the files that conda lists, editable installs, which are packed, too, and the
@@ -12,7 +13,6 @@ interpreter, unless it is part of the system. A link to a file elsewhere becomes
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
@@ -21,22 +21,23 @@ import stat
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, cast
 from urllib.parse import unquote, urlparse
 
 import msgspec
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import claim_folder, lock, replacing
+from hvdtrain.system.files import claim_folder, lock, read_regular, replacing
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.system.runtime import terminal
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1  # of archives
+PIECE = 2**20  # bytes written at a time
 FOLDER = "environments"  # in the cache
-MANIFEST = ".hvdtrain-environment.json"  # the first member of an archive
 BASE, EDITABLE = ".base", ".editable"  # folders for what is elsewhere, in the copy
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64")  # present on every host
 SCRIPT = 2**16  # bytes: a longer file in bin/ is no script
@@ -55,12 +56,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of an archive, which is its first member."""
+    """The description of an archive."""
 
     digest: str
     prefix: str  # the environment
     files: int
     bytes: int  # of all files
+    sha256: str  # of the archive
     changes: tuple[Change, ...] = ()
 
 
@@ -70,6 +72,7 @@ class Archive:
 
     path: Path
     manifest: Manifest
+    seal: str  # the SHA-256 of its description, by which hosts check what they receive
 
 
 @dataclass
@@ -122,34 +125,41 @@ def pack(prefix: Path, cache: Path) -> Archive:
     path = folder / f"{digest}.tar"
     with lock(folder / "lock", "packs an environment"):
         if path.exists():
-            return Archive(path, read_manifest(path))
+            return read_archive(path)
         total = sum(entry.st_size for entry in contents.status.values())
         _check_space(folder, total)
-        manifest = Manifest(
-            digest, str(prefix), len(contents.files), total, tuple(contents.changes)
-        )
         log.info("packing %s: %s, %s", prefix, plural(len(contents.files), "file"), size(total))
         with terminal.working(f"packing {prefix}"), replacing(path) as file:
-            _write(file, contents, manifest)
+            sha256 = _write(file, contents)
+        changes = tuple(contents.changes)
+        manifest = Manifest(digest, str(prefix), len(contents.files), total, sha256, changes)
+        with replacing(description(path)) as file:
+            file.write(msgspec.json.encode(manifest))
         for other in folder.glob("*.tar"):  # of the same environment, as it was
-            if other != path and read_manifest(other).prefix == str(prefix):
+            if other != path and read_archive(other).manifest.prefix == str(prefix):
                 other.unlink(missing_ok=True)
-    return Archive(path, manifest)
+                description(other).unlink(missing_ok=True)
+    return read_archive(path)
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Return the description of an archive.
+def description(path: Path) -> Path:
+    """Return the path of the description of an archive."""
+    return path.with_suffix(".json")
+
+
+def read_archive(path: Path) -> Archive:
+    """Return an archive with its description.
 
     Raises:
-        UsageError: it is damaged.
+        UsageError: the description is missing or damaged.
     """
     try:
-        with tarfile.open(path, "r:") as archive:
-            first = archive.next()
-            content = archive.extractfile(first) if first and first.name == MANIFEST else None
-            return msgspec.json.decode(content.read() if content else b"", type=Manifest)
-    except (OSError, tarfile.TarError, msgspec.MsgspecError) as error:
-        raise UsageError(f"--stage-env: {path} is damaged ({error}): remove it") from error
+        text = read_regular(description(path))
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        reason = f"{description(path)} is damaged ({error})"
+        raise UsageError(f"--stage-env: {reason}: remove {path}") from error
+    return Archive(path, manifest, hashlib.sha256(text).hexdigest())
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -161,12 +171,23 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _write(file: io.IOBase, contents: _Contents, manifest: Manifest) -> None:
-    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
-        text = json.dumps(asdict(manifest)).encode()
-        first = tarfile.TarInfo(MANIFEST)
-        first.size = len(text)
-        archive.addfile(first, io.BytesIO(text))
+class _Hashed:
+    """A file whose content is hashed while it is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        return self._file.write(data)
+
+
+def _write(file: IO[bytes], contents: _Contents) -> str:
+    """Write the archive; return its SHA-256."""
+    hashed = _Hashed(file)
+    stream = cast("IO[bytes]", hashed)  # tarfile only writes to a stream
+    with tarfile.open(fileobj=stream, mode="w|", bufsize=PIECE) as archive:
         for name, path in sorted(contents.files.items()):
             entry = tarfile.TarInfo(name)
             status = contents.status[name]
@@ -178,6 +199,7 @@ def _write(file: io.IOBase, contents: _Contents, manifest: Manifest) -> None:
             entry = tarfile.TarInfo(name)
             entry.type, entry.linkname = tarfile.SYMTYPE, target
             archive.addfile(entry)
+    return hashed.sha256.hexdigest()
 
 
 def _contents(prefix: Path) -> _Contents:

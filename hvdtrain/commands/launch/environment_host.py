@@ -1,11 +1,15 @@
 """Sends a packed environment to the hosts of a job, and unpacks it there; see ``environment.py``.
 
-    mpirun ... python -m hvdtrain.commands.launch.environment_host stage ARCHIVE DIRECTORY
+    mpirun ... python -m hvdtrain.commands.launch.environment_host stage ARCHIVE DIRECTORY SEAL
     mpirun ... python -m hvdtrain.commands.launch.environment_host remove ARCHIVE DIRECTORY
 
 One process per host. Rank 0 reads the archive, and each process passes the pieces on to the next
 while it unpacks them, so the shared file system is read once, and the time hardly depends on the
 number of hosts. Ranks hold a shared lock on the copy, so that no other job removes it.
+
+MPI does not authenticate what it brings, and ranks execute the copy. So a copy counts only if the
+description of the archive has the SHA-256 in the command line, SEAL, and the archive has that in
+its description.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import queue
 import shutil
@@ -21,12 +24,19 @@ import sys
 import tarfile
 import threading
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from hvdtrain.commands.launch.environment import MANIFEST, Archive, Manifest, read_manifest
-from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
+import msgspec
+import numpy as np
+
+from hvdtrain.collectives.base import Communicator
+from hvdtrain.commands.launch.environment import Change, Manifest, description
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.system.files import claim_folder
 from hvdtrain.system.output.text import size
+
+if TYPE_CHECKING:
+    from hvdtrain.collectives.mpi4py import Mpi4py
 
 PIECE = 2**22  # bytes sent at a time
 AHEAD = 4  # pieces received before they are unpacked
@@ -76,35 +86,27 @@ class Stream:
         return b"".join(parts)
 
 
-def unpack(stream: Any, folder: Path) -> Manifest:
+def unpack(stream: Any, folder: Path, changes: tuple[Change, ...]) -> None:
     """Unpack an archive to ``folder``, and adapt the paths in its files.
 
     Raises:
         OSError, tarfile.TarError: it cannot be written, or the archive is damaged.
     """
     with tarfile.open(fileobj=stream, mode="r|", bufsize=PIECE) as archive:
-        first = archive.next()
-        content = archive.extractfile(first) if first and first.name == MANIFEST else None
-        if content is None:
-            raise tarfile.TarError("no description")
-        text = content.read()
         while member := archive.next():
             archive.extract(member, folder, set_attrs=not member.issym(), filter="tar")
-    (folder / MANIFEST).write_bytes(text)
-    manifest = Manifest(**{**json.loads(text), "changes": ()})
-    for change in json.loads(text)["changes"]:
-        _adapt(folder / change["file"], change, str(folder / change["new"]))
-    return manifest
+    for change in changes:
+        _adapt(folder / change.file, change, str(folder / change.new))
 
 
-def _adapt(path: Path, change: dict[str, Any], new: str) -> None:
+def _adapt(path: Path, change: Change, new: str) -> None:
     """Replace a path in a file of a copy.
 
     Raises:
         OSError: a string of a binary file has no space for the new path.
     """
-    old, content, times = change["old"].encode(), path.read_bytes(), path.stat()
-    if not change["binary"]:
+    old, content, times = change.old.encode(), path.read_bytes(), path.stat()
+    if not change.binary:
         content = content.replace(old, new.rstrip("/").encode())
     else:
         pieces = content.split(old)
@@ -112,7 +114,7 @@ def _adapt(path: Path, change: dict[str, Any], new: str) -> None:
             text, zero, rest = pieces[index].partition(b"\0")
             room = len(old) - len(new)
             if room < 0:
-                raise OSError(f"{path}: {new} is longer than {change['old']}")
+                raise OSError(f"{path}: {new} is longer than {change.old}")
             pieces[index] = text + b"\0" * room + zero + rest
         content = new.encode().join(pieces)
     path.write_bytes(content)
@@ -122,9 +124,9 @@ def _adapt(path: Path, change: dict[str, Any], new: str) -> None:
 class Host:
     """The copy on this host."""
 
-    def __init__(self, archive: Archive, directory: Path) -> None:
-        self.archive = archive
-        self.folder = copy_folder(archive.manifest.digest, directory)
+    def __init__(self, manifest: Manifest, directory: Path) -> None:
+        self.manifest = manifest
+        self.folder = copy_folder(manifest.digest, directory)
         self.error = ""
         self._lock: IO[bytes] | None = None
 
@@ -144,7 +146,7 @@ class Host:
                 return False
             shutil.rmtree(self.folder, ignore_errors=True)
             claim_folder(self.folder, "--stage-env: ")
-            needed = int(MARGIN * self.archive.manifest.bytes)
+            needed = int(MARGIN * self.manifest.bytes)
             free = shutil.disk_usage(self.folder).free
             if free < needed:
                 self.error = f"{size(needed)} are needed in {self.folder}, {size(free)} are free"
@@ -155,11 +157,17 @@ class Host:
     def unpack(self, stream: Stream) -> None:
         """Unpack the pieces of ``stream``."""
         try:
-            unpack(stream, self.folder)
-            (self.folder / READY).touch()
+            unpack(stream, self.folder, self.manifest.changes)
         except (OSError, tarfile.TarError, ValueError) as error:
             stream.broken.set()
             self.error = f"{self.folder}: {getattr(error, 'strerror', None) or error}"
+
+    def complete(self, sha256: str) -> None:
+        """Mark the copy as complete if the archive that was received has this checksum."""
+        if not self.error and sha256 != self.manifest.sha256:
+            self.error = f"{self.folder}: the archive arrived damaged"
+        if not self.error:
+            (self.folder / READY).touch()
 
     def end(self) -> None:
         """Release the copy, and remove one that is incomplete."""
@@ -177,76 +185,105 @@ def remove(folder: Path) -> None:
         lock_file(folder).unlink(missing_ok=True)
 
 
-def pass_on(comm: Any, path: Path, chain: list[int], host: Host, *, missing: bool) -> None:
+class Chain:
+    """The ranks that pass the archive on, each to the next one."""
+
+    def __init__(self, communicator: Communicator, ranks: list[int]) -> None:
+        position = ranks.index(communicator.rank)
+        self.before = ranks[position - 1] if position else None
+        self.after = ranks[position + 1] if position + 1 < len(ranks) else None
+        self._communicator = communicator
+        self._sending: Any = None
+
+    @property
+    def _world(self) -> Any:
+        communicator: Mpi4py = self._communicator  # type: ignore[assignment]  # several ranks
+        return communicator.world
+
+    def receive(self) -> bytes:
+        """Return the next piece; empty: the end."""
+        from mpi4py import MPI
+
+        piece, status = np.empty(PIECE, np.uint8), MPI.Status()
+        self._world.Recv(piece, source=self.before, status=status)
+        return piece[: status.Get_count(MPI.BYTE)].tobytes()
+
+    def send(self, piece: bytes) -> None:
+        """Send a piece, once the one before has been sent."""
+        if self.after is not None:
+            self.finish()
+            self._sending = self._world.Isend(np.frombuffer(piece, np.uint8), dest=self.after)
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        if self._sending:
+            self._sending.Wait()
+
+
+def pass_on(chain: Chain, path: Path, host: Host, *, missing: bool) -> None:
     """Send the archive along the ``chain`` of ranks, the first of which reads it."""
-    position = chain.index(comm.rank)
-    before = chain[position - 1] if position else None
-    after = chain[position + 1] if position + 1 < len(chain) else None
-    stream = Stream()
+    stream, digest = Stream(), hashlib.sha256()
     unpacking = threading.Thread(target=host.unpack, args=(stream,))
     if missing:
         unpacking.start()
-    sending: Any = None
-    digest = hashlib.sha256()
-    with path.open("rb") if before is None else contextlib.nullcontext() as file:
+    with path.open("rb") if chain.before is None else contextlib.nullcontext() as file:
         while True:
-            piece = file.read(PIECE) if file else comm.recv(source=before)
-            if sending:
-                sending.wait()
-            sending = comm.isend(piece, dest=after) if after is not None else None
+            piece = file.read(PIECE) if file else chain.receive()
+            chain.send(piece)
             digest.update(piece)
             if missing:
                 stream.put(piece)
             if not piece:
                 break
-    if sending:
-        sending.wait()
+    chain.finish()
     if missing:
         unpacking.join()
+        host.complete(digest.hexdigest())
 
 
-def stage(comm: Any, path: Path, directory: Path) -> str:
-    """Make a copy on each host without one; return why that failed, by host."""
-    archive = Archive(path, comm.bcast(read_manifest(path) if comm.rank == 0 else None))
-    host = Host(archive, directory)
+def stage(communicator: Communicator, path: Path, directory: Path, seal: str) -> str:
+    """Make a copy on each host without one; return why that failed, by host.
+
+    Raises:
+        HvdtrainError: on all ranks: the description of the archive is not that which was sealed.
+    """
+    text = communicator.broadcast_bytes(_read(description(path)) if communicator.is_root else b"")
+    if hashlib.sha256(text).hexdigest() != seal:
+        raise HvdtrainError(f"{description(path)} has changed, or arrived damaged")
+    host = Host(msgspec.json.decode(text, type=Manifest), directory)
     missing = host.begin()
-    state = comm.allgather((missing, host.error))
+    state = communicator.gather_json([missing, host.error])
     if not any(error for _, error in state):
-        chain = [rank for rank, (lacks, _) in enumerate(state) if lacks]
-        if chain:
-            chain = sorted({0, *chain})
-            if comm.rank in chain:
-                pass_on(comm, path, chain, host, missing=missing)
+        ranks = [rank for rank, (lacks, _) in enumerate(state) if lacks]
+        ranks = sorted({0, *ranks}) if ranks else []
+        if communicator.rank in ranks:
+            pass_on(Chain(communicator, ranks), path, host, missing=missing)
     host.end()
-    rows = comm.gather((os.uname().nodename, host.error))
-    return "; ".join(f"host {name}: {error}" for name, error in rows or () if error)
+    rows = communicator.gather_json([os.uname().nodename, host.error])
+    return "; ".join(f"host {name}: {error}" for name, error in rows if error)
 
 
-class _Comm:
-    """One process without MPI."""
-
-    rank = 0
-
-    def bcast(self, value: Any) -> Any:
-        return value
-
-    def allgather(self, value: Any) -> list[Any]:
-        return [value]
-
-    gather = allgather
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def main(arguments: list[str]) -> int:
     """Run one process; rank 0 prints the error, if any, and all return the exit code."""
-    verb, path, directory = arguments
-    from mpi4py import MPI
+    verb, path, directory, *seal = arguments
+    from hvdtrain.collectives.mpi4py import Mpi4py
 
-    comm = MPI.COMM_WORLD
+    communicator = Mpi4py()
     if verb == "remove":
         remove(copy_folder(Path(path).stem, Path(directory)))
         return EXIT_OK
-    error = comm.bcast(stage(comm, Path(path), Path(directory)))
-    if error and comm.rank == 0:
+    try:
+        error = stage(communicator, Path(path), Path(directory), *seal)
+    except HvdtrainError as failure:
+        error = str(failure)
+    if error and communicator.is_root:
         sys.stdout.write(f"{error}\n")
     return EXIT_FAILURE if error else EXIT_OK
 

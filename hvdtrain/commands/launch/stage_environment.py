@@ -70,7 +70,8 @@ class StagedEnvironment:
 
     def _per_host(self, verb: str) -> Launch:
         """Return the job that runs one process of ``environment_host`` per host."""
-        words = (sys.executable, "-m", PROGRAM, verb, str(self._archive.path), str(self._directory))
+        words = [sys.executable, "-m", PROGRAM, verb, str(self._archive.path), str(self._directory)]
+        words += [self._archive.seal] if verb == "stage" else []
         hosts = tuple(Host(host.name, 1) for host in self._launch.layout.hosts)
         layout = RankLayout(len(hosts) or 1, hosts)
         return replace(self._launch, words=words, layout=layout, bind=False, tag=False)

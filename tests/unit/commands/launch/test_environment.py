@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.collectives.base import SingleRank
 from hvdtrain.commands.launch import environment_host
 from hvdtrain.commands.launch.environment import (
-    MANIFEST,
-    Change,
-    Manifest,
+    Archive,
+    description,
     environment_of,
     pack,
-    read_manifest,
+    read_archive,
 )
 from hvdtrain.commands.launch.environment_host import (
     Host,
@@ -28,24 +28,10 @@ from hvdtrain.commands.launch.environment_host import (
     remove,
     unpack,
 )
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import HvdtrainError, UsageError
 from tests.conftest import until
 
 PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-
-
-class Alone:
-    """A communicator of one process."""
-
-    rank = 0
-
-    def bcast(self, value: object) -> object:
-        return value
-
-    def allgather(self, value: object) -> list[object]:
-        return [value]
-
-    gather = allgather
 
 
 @pytest.fixture
@@ -74,11 +60,25 @@ def venv(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    """A conda environment of one module, without an interpreter."""
+    folder = tmp_path / "conda"
+    (folder / "conda-meta").mkdir(parents=True)
+    (folder / PACKAGES).mkdir(parents=True)
+    (folder / PACKAGES / "module.py").write_text("HERE = __file__\n")
+    return folder
+
+
+def stage(archive: Archive, folder: Path) -> str:
+    """Make a copy; return why that failed."""
+    return environment_host.stage(SingleRank(), archive.path, folder / "local", archive.seal)
+
+
 def staged(venv: Path, folder: Path) -> Path:
     """Pack and unpack; return the copy."""
     archive = pack(venv, folder / "cache")
-    error = environment_host.stage(Alone(), archive.path, folder / "local")
-    assert not error
+    assert not stage(archive, folder)
     return copy_folder(archive.manifest.digest, folder / "local")
 
 
@@ -113,22 +113,22 @@ def test_the_interpreter_is_copied_unless_it_is_the_systems(venv: Path, tmp_path
         assert Path(output.strip()).is_relative_to(copy)
 
 
-def test_an_unchanged_environment_is_packed_once(venv: Path, tmp_path: Path) -> None:
-    first = pack(venv, tmp_path / "cache")
+def test_an_unchanged_environment_is_packed_once(prefix: Path, tmp_path: Path) -> None:
+    first = pack(prefix, tmp_path / "cache")
     before = first.path.stat()
-    again = pack(venv, tmp_path / "cache")
+    again = pack(prefix, tmp_path / "cache")
     assert again == first
     assert again.path.stat().st_mtime_ns == before.st_mtime_ns
-    (venv / PACKAGES / "module.py").write_text("CHANGED = True\n")
-    changed = pack(venv, tmp_path / "cache")
+    (prefix / PACKAGES / "module.py").write_text("CHANGED = True\n")
+    changed = pack(prefix, tmp_path / "cache")
     assert changed.manifest.digest != first.manifest.digest
     assert not first.path.exists()  # the environment as it was
 
 
-def test_a_copy_is_reused_and_removed_when_nobody_uses_it(venv: Path, tmp_path: Path) -> None:
-    copy = staged(venv, tmp_path)
+def test_a_copy_is_reused_and_removed_when_nobody_uses_it(prefix: Path, tmp_path: Path) -> None:
+    copy = staged(prefix, tmp_path)
     (copy / "mark").touch()
-    assert staged(venv, tmp_path) == copy
+    assert staged(prefix, tmp_path) == copy
     assert (copy / "mark").exists()
     file = lock_file(copy)
     holder = subprocess.Popen(["flock", "--shared", "--no-fork", str(file), "sleep", "60"])
@@ -147,11 +147,11 @@ def _is_locked(path: Path) -> bool:
     return subprocess.run(["flock", "--exclusive", "--nonblock", str(path), "true"]).returncode == 1
 
 
-def test_a_link_to_a_folder_elsewhere_is_refused(venv: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_folder_elsewhere_is_refused(prefix: Path, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
-    (venv / "models").symlink_to(tmp_path / "models")
+    (prefix / "models").symlink_to(tmp_path / "models")
     with pytest.raises(UsageError, match=r"is a link to the directory .*models, which is not part"):
-        pack(venv, tmp_path / "cache")
+        pack(prefix, tmp_path / "cache")
 
 
 def test_an_editable_install_without_packages_is_refused(venv: Path, tmp_path: Path) -> None:
@@ -166,27 +166,45 @@ def test_a_program_of_no_environment(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_line(
-    venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = pack(venv, tmp_path / "cache")
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    archive = pack(prefix, tmp_path / "cache")
+    usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    error = environment_host.stage(Alone(), archive.path, tmp_path / "local")
+    error = stage(archive, tmp_path)
     assert "are needed in" in error
-    assert "1000 B are free" in error
+    assert "10 B are free" in error
     assert not copy_folder(archive.manifest.digest, tmp_path / "local").exists()
 
 
-def test_a_damaged_archive(venv: Path, tmp_path: Path) -> None:
-    archive = pack(venv, tmp_path / "cache")
+def test_a_damaged_archive(prefix: Path, tmp_path: Path) -> None:
+    archive = pack(prefix, tmp_path / "cache")
     content = archive.path.read_bytes()
     archive.path.write_bytes(content[: len(content) // 2])
-    error = environment_host.stage(Alone(), archive.path, tmp_path / "local")
+    error = stage(archive, tmp_path)
     assert str(copy_folder(archive.manifest.digest, tmp_path / "local")) in error
     assert not copy_folder(archive.manifest.digest, tmp_path / "local").exists()
-    archive.path.write_bytes(b"")
+    description(archive.path).write_bytes(b"")
     with pytest.raises(UsageError, match="is damaged"):
-        read_manifest(archive.path)
+        read_archive(archive.path)
+
+
+def test_what_arrives_changed_is_not_executed(prefix: Path, tmp_path: Path) -> None:
+    """MPI does not authenticate; the checksum is in the command line of each process."""
+    archive = pack(prefix, tmp_path / "cache")
+    content = archive.path.read_bytes()
+    changed = content.replace(b"HERE = __file__", b"HERE = 'hostile'")
+    assert changed != content
+    archive.path.write_bytes(changed)
+    assert "the archive arrived damaged" in stage(archive, tmp_path)
+    assert not copy_folder(archive.manifest.digest, tmp_path / "local").exists()
+    archive.path.write_bytes(content)
+    file = description(archive.path)
+    script = b'"changes":[{"file":"module.py","old":"__file__","new":"hostile"}]'
+    file.write_bytes(file.read_bytes().replace(b'"changes":[]', script))
+    with pytest.raises(HvdtrainError, match="has changed, or arrived damaged"):
+        stage(archive, tmp_path)
+    assert not copy_folder(archive.manifest.digest, tmp_path / "local").exists()
 
 
 def test_conda_files_are_adapted(tmp_path: Path) -> None:
@@ -208,7 +226,7 @@ def test_conda_files_are_adapted(tmp_path: Path) -> None:
     stream = Stream()
     stream.put(archive.path.read_bytes())
     stream.put(b"")
-    unpack(stream, copy)
+    unpack(stream, copy, archive.manifest.changes)
     assert (copy / "lib" / "text.sh").read_text() == f"PREFIX={copy}\n"
     adapted = (copy / "lib" / "library.so").read_bytes()
     assert len(adapted) == len(binary)
@@ -218,15 +236,12 @@ def test_conda_files_are_adapted(tmp_path: Path) -> None:
         b"tail" + str(copy).encode(),
         b"end",
     ]
-    manifest = Manifest("x", old, 1, 1, (Change("lib/library.so", old, binary=True),))
-    assert (copy / MANIFEST).exists()
-    assert manifest.changes[0].binary
 
 
-def test_host_reports_what_it_cannot_write(venv: Path, tmp_path: Path) -> None:
-    archive = pack(venv, tmp_path / "cache")
+def test_host_reports_what_it_cannot_write(prefix: Path, tmp_path: Path) -> None:
+    archive = pack(prefix, tmp_path / "cache")
     (tmp_path / "file").touch()
-    host = Host(archive, tmp_path / "file")
+    host = Host(archive.manifest, tmp_path / "file")
     assert not host.begin()
     assert "File exists" in host.error or "Not a directory" in host.error
     host.end()
