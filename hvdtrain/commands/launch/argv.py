@@ -19,7 +19,7 @@ from hvdtrain.system.runtime.command import Command
 
 # Beginnings of the variables to export to ranks on other hosts, if they are set.
 FORWARDED = re.compile(
-    "CUDA_|FI_|GLOO_|HOROVOD_|HVDTRAIN_|KERAS_|KMP_|LD_LIBRARY_PATH|LD_PRELOAD|MKL_|NCCL_|OMP_|"
+    "CONDA_PREFIX|CUDA_|FI_|GLOO_|HOROVOD_|HVDTRAIN_|KERAS_|KMP_|LD_LIBRARY_PATH|LD_PRELOAD|MKL_|NCCL_|OMP_|"
     "PATH|PYTHON|PYTORCH_|TF_|TORCH_|UCX_|VIRTUAL_ENV|XLA_"
 )
 # Environment of Intel's mpiexec: make -ppn count inside a batch job too, and forward TERM to the

@@ -2,76 +2,94 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
+import secrets
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from hvdtrain.commands.install_horovod.wheel_cache import cache_root
 from hvdtrain.commands.launch.argv import Launch
-from hvdtrain.commands.launch.environment import BASE, Archive, environment_of, pack
-from hvdtrain.commands.launch.environment_host import copy_folder, lock_file
+from hvdtrain.commands.launch.environment import Archive, environment_of, find_program, pack
+from hvdtrain.commands.launch.environment_copy import copy_folder
+from hvdtrain.commands.launch.environment_host import ERROR
 from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.output.text import duration, plural, size
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import run
+from hvdtrain.system.runtime.spawn import STOP_SIGNALS, StopSignals
 
 log = logging.getLogger(__name__)
 
 MUST, TRY = "must", "try"  # values of --stage-env
 PROGRAM = "hvdtrain.commands.launch.environment_host"
 HOLD = ("flock", "--shared", "--no-fork")  # of util-linux: the rank holds the lock on the copy
-PATIENCE = 120.0  # seconds to remove the copies
+# Variables with paths of files that are read; others may name a directory to write to.
+PATHS = (
+    *("CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONHOME", "PYTHONPATH"),
+    "VIRTUAL_ENV",
+)
+PATIENCE = 30.0  # seconds to remove the copies
+FAILED = 5.0  # seconds after a failure: a host may be lost
 
 
 class StagedEnvironment:
     """The copies of a job's environment on its hosts."""
 
-    def __init__(self, launch: Launch, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, launch: Launch) -> None:
         """Pack the environment of the program of ``launch``, if it has changed.
 
         Raises:
             UsageError: it cannot be copied.
         """
-        self._launch = launch
-        self._prefix = environment_of(launch.words, environ)
+        self._launch, environ = launch, launch.environ
+        self._program = find_program(launch.words, environ)
+        self._prefix = environment_of(self._program)
         self._archive: Archive = pack(self._prefix, cache_root(environ))
-        self._directory = Path(environ.get("TMPDIR") or tempfile.gettempdir())
+        self._directory = Path(environ.get("TMPDIR") or tempfile.gettempdir()).absolute()
+        self._job = secrets.token_hex(8)
         self.folder = copy_folder(self._archive.manifest.digest, self._directory)
 
     def stage(self) -> None:
         """Make the copies.
 
         Raises:
-            HvdtrainError: that failed on a host.
+            HvdtrainError: that failed on a host, and none is left.
         """
         began = time.monotonic()
         hosts = plural(len(self._launch.layout.hosts) or 1, "host")
         with terminal.working(f"sending the environment to {hosts}"):
-            result = run(self._per_host("stage").command)
+            result = run(self._per_host("stage", self._archive.seal).command)
         if not result.ok:
             lines = result.output.strip().splitlines()
-            reason = next((line for line in lines if line.startswith("host ")), "")
-            raise HvdtrainError(f"--stage-env: {reason or ' '.join(lines)[-300:]}")
+            reason = next((line for line in lines if line.startswith(ERROR)), "")
+            shown = reason.removeprefix(ERROR) or " ".join(lines)[-300:]
+            raise HvdtrainError(f"--stage-env: {shown}")
         text = "hvdtrain: environment of %s staged in %s on %s, in %s"
         total = size(self._archive.manifest.bytes)
         log.info(text, total, self.folder, hosts, duration(time.monotonic() - began))
 
-    def remove(self) -> None:
+    def remove(self, patience: float = PATIENCE) -> None:
         """Remove the copies that no other job uses."""
-        result = run(self._per_host("remove").command, timeout=PATIENCE)
+        result = run(self._per_host("remove").command, timeout=patience)
         if not result.ok:
-            log.warning("hvdtrain: %s was not removed on all hosts", self.folder)
+            text = "hvdtrain: %s was not removed on all hosts; the next job there removes it"
+            log.warning(text, self.folder)
 
-    def _per_host(self, verb: str) -> Launch:
+    def _per_host(self, verb: str, *more: str) -> Launch:
         """Return the job that runs one process of ``environment_host`` per host."""
-        words = [sys.executable, "-m", PROGRAM, verb, str(self._archive.path), str(self._directory)]
-        words += [self._archive.seal] if verb == "stage" else []
+        program = (sys.executable, "-m", PROGRAM, verb)
+        words = (*program, str(self._archive.path), str(self._directory), self._job, *more)
         hosts = tuple(Host(host.name, 1) for host in self._launch.layout.hosts)
         layout = RankLayout(len(hosts) or 1, hosts)
         return replace(self._launch, words=words, layout=layout, bind=False, tag=False)
@@ -79,15 +97,77 @@ class StagedEnvironment:
     @property
     def launch(self) -> Launch:
         """The job whose ranks start from the copies."""
-        program, *arguments = self._launch.words
-        path = Path(program)
-        if path.is_absolute() and path.is_relative_to(self._prefix):
-            program = str(self.folder / path.relative_to(self._prefix))
         environ = self._launch.environ
-        variables = {"PATH": f"{self.folder / 'bin'}:{environ.get('PATH', os.defpath)}"}
-        if "VIRTUAL_ENV" in environ:
-            variables["VIRTUAL_ENV"] = str(self.folder)
-        libraries = [str(self.folder / BASE / "lib"), environ.get("LD_LIBRARY_PATH")]
-        variables["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
-        words = (*HOLD, str(lock_file(self.folder)), program, *arguments)
-        return replace(self._launch, words=words, variables=variables)
+        variables = {
+            name: self._moved(environ[name])
+            for name in PATHS
+            if environ.get(name) and self._moved(environ[name]) != environ[name]
+        }
+        path = variables.get("PATH", environ.get("PATH", os.defpath))
+        variables["PATH"] = f"{self.folder / 'bin'}:{path}"
+        libraries = [str(self.folder / name) for name in self._archive.manifest.libraries]
+        if libraries:
+            given = variables.get("LD_LIBRARY_PATH", environ.get("LD_LIBRARY_PATH"))
+            variables["LD_LIBRARY_PATH"] = ":".join(filter(None, [*libraries, given]))
+        program = str(self.folder / self._program.relative_to(self._prefix))
+        # flock would create a missing file, but no directory.
+        words = (*HOLD, f"{self.folder}/.", program, *self._launch.words[1:])
+        return replace(self._launch, words=words, variables={**self._launch.variables, **variables})
+
+    def _moved(self, value: str) -> str:
+        """Return the value of a variable, with the paths of the environment in the copy."""
+        for prefix in self._archive.manifest.prefixes:
+            pattern = rf"(?<![^:]){re.escape(prefix)}(?=[/:]|$)"
+            value = re.sub(pattern, lambda _: str(self.folder), value)
+        return value
+
+
+@contextlib.contextmanager
+def staged(launch: Launch, mode: str | None, signals: StopSignals) -> Iterator[Launch]:
+    """Return the job whose ranks start from copies of their environment, if requested.
+
+    Raises:
+        UsageError: the environment cannot be copied.
+        HvdtrainError: on a host; neither is raised if ``mode`` is ``try``.
+        KeyboardInterrupt: meanwhile a signal has requested a stop.
+    """
+    environment = None
+    patience = FAILED
+    try:
+        if mode:
+            try:
+                with _interruptible(signals):
+                    environment = StagedEnvironment(launch)
+                    environment.stage()
+                launch = environment.launch
+            except HvdtrainError as error:
+                environment = None
+                if mode == MUST:
+                    raise
+                text = "hvdtrain: %s; the ranks start from the shared environment"
+                log.warning(text, error)
+        yield launch
+        patience = PATIENCE
+    finally:
+        if environment:
+            environment.remove(patience)
+
+
+@contextlib.contextmanager
+def _interruptible(signals: StopSignals) -> Iterator[None]:
+    """Raise KeyboardInterrupt on a signal that requests a stop, instead of only recording it."""
+
+    def interrupt(number: int, _: FrameType | None) -> NoReturn:
+        signals.received.append(number)
+        raise KeyboardInterrupt
+
+    before = {n: signal.getsignal(n) for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, interrupt)
+        if signals.received:
+            raise KeyboardInterrupt
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

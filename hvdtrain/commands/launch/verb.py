@@ -6,11 +6,8 @@ import argparse
 import logging
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.outcome import code_after_stop
 from hvdtrain.commands.launch.prepare import (
     Request,
@@ -21,11 +18,11 @@ from hvdtrain.commands.launch.prepare import (
     prepare,
     prepare_agents,
 )
-from hvdtrain.commands.launch.stage_environment import MUST, TRY, StagedEnvironment
+from hvdtrain.commands.launch.stage_environment import MUST, TRY, staged
 from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents
 from hvdtrain.commands.launch.watch import watch
 from hvdtrain.config.values import above_zero, positive
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime.scratch import clear_leftovers
@@ -147,38 +144,14 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         for note in notes(launch):
             log.warning("hvdtrain: %s", note)
         clear_leftovers()
-        with _staged(launch, arguments.stage_env) as launch:
-            log.info("%s", launch.command.show())
-            code = watch(launch, signals, tag=arguments.tag, timeout=timeout)
+        try:
+            with staged(launch, arguments.stage_env, signals) as launch:
+                log.info("%s", launch.command.show())
+                code = watch(launch, signals, tag=arguments.tag, timeout=timeout)
+        except KeyboardInterrupt:  # the ranks were not started
+            stop = signal.Signals(signals.received[-1])
+            code = code_after_stop(128 + stop, stop.name, request.words)
     return Report("", exit_code=code)
-
-
-@contextmanager
-def _staged(launch: Launch, mode: str | None) -> Iterator[Launch]:
-    """Return the job whose ranks start from copies of their environment, if requested.
-
-    Raises:
-        UsageError: the environment cannot be copied.
-        HvdtrainError: on a host; neither is raised if ``mode`` is ``try``.
-    """
-    environment = None
-    try:
-        if mode:
-            environment = StagedEnvironment(launch)
-            environment.stage()
-            launch = environment.launch
-    except HvdtrainError as error:
-        if environment:  # copies on other hosts
-            environment.remove()
-        if mode == MUST:
-            raise
-        environment = None
-        log.warning("hvdtrain: %s; the ranks start from the shared environment", error)
-    try:
-        yield launch
-    finally:
-        if environment:
-            environment.remove()
 
 
 def _export_job_end() -> None:
