@@ -4,7 +4,7 @@
         lock                     held for moments, never while another host is waited for
         DIGEST/                  a complete copy; each rank that uses it holds a shared lock on it
         DIGEST.part-XXXX/        one that is being made, or removed; locked by who does it
-        DIGEST.job-JOB           a job that is about to start its ranks from the copy
+        DIGEST.job-JOB           a job that is about to start its ranks there; they remove it
 
 A copy gets its name when it is complete and loses it before it is removed, so whoever is killed
 leaves no copy that lacks a file. Two jobs that need the same copy at once make one each, and the
@@ -49,6 +49,11 @@ def copy_folder(digest: str, directory: Path) -> Path:
     return directory / f"{PREFIX}{os.geteuid()}" / digest
 
 
+def reservation(copy: Path, job: str) -> Path:
+    """Return the file of a job that is about to start its ranks from a copy."""
+    return copy.with_name(f"{copy.name}{JOB}{job}")
+
+
 class LocalCopy:
     """The copy of an environment on this host, for one job.
 
@@ -57,7 +62,7 @@ class LocalCopy:
 
     def __init__(self, digest: str, directory: Path, job: str) -> None:
         self.folder = copy_folder(digest, directory)
-        self._reservation = self.folder.with_name(f"{digest}{JOB}{job}")
+        self._reservation = reservation(self.folder, job)
         self._part: Path | None = None  # of which this process holds the lock
         self._garbage = _Garbage(self.folder.parent)
 

@@ -20,7 +20,7 @@ from typing import NoReturn
 from hvdtrain.commands.install_horovod.wheel_cache import cache_root
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.environment import Archive, environment_of, find_program, pack
-from hvdtrain.commands.launch.environment_copy import copy_folder
+from hvdtrain.commands.launch.environment_copy import copy_folder, reservation
 from hvdtrain.commands.launch.environment_host import ERROR
 from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.errors import HvdtrainError
@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 
 MUST, TRY = "must", "try"  # values of --stage-env
 PROGRAM = "hvdtrain.commands.launch.environment_host"
-HOLD = ("flock", "--shared", "--no-fork")  # of util-linux: the rank holds the lock on the copy
+# A rank, and what it starts, holds a lock on the copy, its first argument, which then needs no
+# reservation, its second one.
+HOLD = ("sh", "-c", 'exec 9< "$0" && flock -s 9 && rm -f "$1" && shift && exec "$@"')
 # Variables with paths of files that are read; others may name a directory to write to.
 PATHS = (
     *("CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONHOME", "PYTHONPATH"),
@@ -110,8 +112,8 @@ class StagedEnvironment:
             given = variables.get("LD_LIBRARY_PATH", environ.get("LD_LIBRARY_PATH"))
             variables["LD_LIBRARY_PATH"] = ":".join(filter(None, [*libraries, given]))
         program = str(self.folder / self._program.relative_to(self._prefix))
-        # flock would create a missing file, but no directory.
-        words = (*HOLD, f"{self.folder}/.", program, *self._launch.words[1:])
+        held = (str(self.folder), str(reservation(self.folder, self._job)))
+        words = (*HOLD, *held, program, *self._launch.words[1:])
         return replace(self._launch, words=words, variables={**self._launch.variables, **variables})
 
     def _moved(self, value: str) -> str:

@@ -14,8 +14,16 @@ import pytest
 
 from hvdtrain.commands.launch import environment_copy
 from hvdtrain.commands.launch.environment import Manifest, Member
-from hvdtrain.commands.launch.environment_copy import DAY, MARK, START, LocalCopy, unpack
+from hvdtrain.commands.launch.environment_copy import (
+    DAY,
+    MARK,
+    START,
+    LocalCopy,
+    reservation,
+    unpack,
+)
 from hvdtrain.commands.launch.environment_files import Change
+from hvdtrain.commands.launch.stage_environment import HOLD
 from hvdtrain.errors import UsageError
 from tests.conftest import until
 
@@ -50,10 +58,10 @@ def test_a_copy_is_shared_and_nothing_is_left_at_the_end(tmp_path: Path) -> None
 
 def test_a_copy_is_kept_while_a_rank_runs_from_it(tmp_path: Path) -> None:
     copy = make(tmp_path)
-    command = ["flock", "--shared", "--no-fork", f"{copy.folder}/.", "sleep", "60"]
-    with subprocess.Popen(command) as rank:
+    reserved = reservation(copy.folder, "job")
+    with subprocess.Popen([*HOLD, str(copy.folder), str(reserved), "sleep", "60"]) as rank:
         try:
-            until(lambda: _is_locked(copy.folder))
+            until(lambda: not reserved.exists())
             copy.release()
             assert (copy.folder / "file").exists()
             assert not copy_of(tmp_path, "two").reserve()
@@ -63,8 +71,10 @@ def test_a_copy_is_kept_while_a_rank_runs_from_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _is_locked(path: Path) -> bool:
-    return subprocess.run(["flock", "--exclusive", "--nonblock", str(path), "true"]).returncode == 1
+def test_a_rank_without_a_copy_does_not_start(tmp_path: Path) -> None:
+    line = [*HOLD, str(tmp_path / "gone"), str(tmp_path / "gone.job-1"), "touch", "started"]
+    assert subprocess.run(line, cwd=tmp_path, stderr=subprocess.DEVNULL).returncode != 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_job_that_ends_leaves_the_copy_of_one_that_is_about_to_start_its_ranks(

@@ -12,7 +12,7 @@ from hvdtrain.commands.launch import stage_environment
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.commands.launch.launcher_choice import MpiLauncher
-from hvdtrain.commands.launch.stage_environment import MUST, TRY, StagedEnvironment, staged
+from hvdtrain.commands.launch.stage_environment import HOLD, MUST, TRY, StagedEnvironment, staged
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import Command, CommandResult
 from hvdtrain.system.runtime.spawn import StopSignals
@@ -47,8 +47,9 @@ def test_ranks_start_from_the_copy(environ: dict[str, str], tmp_path: Path) -> N
     copy = environment.folder
     assert copy.is_relative_to(tmp_path / "local")
     command = environment.launch.command
-    hold = ("flock", "--shared", "--no-fork", f"{copy}/.")
-    assert command.argv[-6:] == (*hold, f"{copy}/bin/{PYTHON}", "train.py")
+    reserved = f"{copy}.job-{environment._job}"
+    words = (*HOLD, str(copy), reserved, f"{copy}/bin/{PYTHON}", "train.py")
+    assert command.argv[-len(words) :] == words
     prefix = environ["CONDA_PREFIX"]
     assert command.env["PATH"] == f"{copy}/bin:{copy}/bin:/usr/bin"
     assert command.env["CONDA_PREFIX"] == str(copy)
@@ -87,7 +88,7 @@ def test_one_process_per_host_makes_and_removes_the_copies(
     monkeypatch.setattr(stage_environment, "run", runs)
     with StopSignals() as signals, staged(job(environ), MUST, signals) as launch:
         assert runs.verbs == ["stage"]
-        assert launch.words[0] == "flock"
+        assert launch.words[:3] == HOLD
     assert runs.verbs == ["stage", "remove"]
 
 
