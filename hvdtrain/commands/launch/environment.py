@@ -106,18 +106,27 @@ def pack(prefix: Path, cache: Path) -> Archive:
         with terminal.working(f"listing the files of {prefix}"):
             contents = list_files(prefix)
         path = folder / f"{contents.digest}{SUFFIX}"
+        if archive := _cached(path):  # also where compute nodes cannot write to the home directory
+            return archive
         with lock(folder / "lock", "packs an environment"):
-            try:
-                archive = read_archive(path)
-            except UsageError:  # there is none, or only a part
-                _clear(folder, prefix)
-                _pack(contents, path)
-                archive = read_archive(path)
-            os.utime(path)
-        return archive
+            if archive := _cached(path):
+                return archive
+            _clear(folder, prefix)
+            _pack(contents, path)
+        return read_archive(path)
     except OSError as error:
         where = error.filename or folder
         raise UsageError(f"--stage-env: {where}: {error.strerror or error}") from error
+
+
+def _cached(path: Path) -> Archive | None:
+    """Return an archive; None: there is none, or only a part."""
+    with contextlib.suppress(UsageError):
+        archive = read_archive(path)
+        with contextlib.suppress(OSError):
+            os.utime(path)  # see ``_clear``
+        return archive
+    return None
 
 
 def _pack(contents: EnvironmentFiles, path: Path) -> None:

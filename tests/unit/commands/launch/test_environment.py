@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -193,6 +194,23 @@ def test_a_file_that_goes_while_it_is_packed_is_one_line(
 def test_a_cache_that_cannot_be_written_is_one_line(prefix: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with pytest.raises(UsageError, match=r"--stage-env: .*cache.*(File exists|Not a directory)"):
+        pack(prefix, tmp_path / "cache")
+
+
+def test_an_archive_in_a_cache_that_cannot_be_written_is_used(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At some sites compute nodes cannot write to the home directory."""
+    archive = pack(prefix, tmp_path / "cache")
+
+    def read_only(path: Path, *_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(environment, "lock", read_only)
+    monkeypatch.setattr(os, "utime", read_only)
+    assert pack(prefix, tmp_path / "cache") == archive
+    (prefix / PACKAGES / "module.py").write_text("CHANGED = True\n")
+    with pytest.raises(UsageError, match="Read-only file system"):
         pack(prefix, tmp_path / "cache")
 
 
