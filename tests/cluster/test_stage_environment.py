@@ -18,7 +18,7 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
-from tests.conftest import Outcome, executable, run, until
+from tests.conftest import Outcome, run, until
 
 LAUNCH = (sys.executable, "-m", "hvdtrain.cli", "launch")
 SYSTEM = "/usr/bin/python3"
@@ -34,7 +34,6 @@ while sys.argv[1:] and not os.path.exists(sys.argv[1]):
 """
 # Mounts the local directory of a host: a small disk if it is to be full.
 MOUNT = """\
-#!/bin/sh
 if [ -e {folder}/full$1 ]
 then mount -t tmpfs -o size=2m tmpfs {folder}/local
 else mount --bind {folder}/disk$1 {folder}/local
@@ -65,10 +64,7 @@ class Hosts(TwoHosts):
         self.start()
         for path in (self.local, *self.disks.values()):
             path.mkdir()
-        script = executable(self.folder / "mount", MOUNT.format(folder=self.folder))
-        text = self.agent.read_text()
-        executable(self.agent, text.replace('$command"', f'{script} $number; $command"'))
-        assert str(script) in self.agent.read_text()
+        self.set_up(MOUNT.format(folder=self.folder))
         make_environment(self.environment)
         (self.folder / "program.py").write_text(PROGRAM)
 
@@ -83,7 +79,7 @@ class Hosts(TwoHosts):
         line = [*LAUNCH, "-n", str(RANKS), "--hosts", slots, *options, "--"]
         line += [str(self.environment / "bin" / "python"), str(self.folder / "program.py")]
         line += [str(wait_for)] if wait_for else []
-        return self.on(1, "sh", "-c", f'{self.folder}/mount 1 && exec "$@"', "sh", *line)
+        return self.on(1, *line)
 
     @property
     def variables(self) -> dict[str, str]:
