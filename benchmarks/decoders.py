@@ -17,6 +17,7 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ LOADERS = {"pillow": "hvdtrain", "dali": "dali", "torchvision": "torchvision", "
 NEEDS = {"dali": "nvidia.dali", "timm": "timm"}
 # Frequent widths and heights of ImageNet, in rough proportion, and what gives its file size.
 SIZES = ((500, 375),) * 6 + ((375, 500),) * 2 + ((500, 333), (400, 300))
-ENCODING = {"quality": 96, "subsampling": "4:2:0"}
+ENCODING: dict[str, Any] = {"quality": 96, "subsampling": "4:2:0"}
 SIZE, COMPARED = 224, 256  # side of a crop, and number of images whose pixels are compared
 KEYS = ("images_per_second", "processor_milliseconds")
 

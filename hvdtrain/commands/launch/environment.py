@@ -161,8 +161,8 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _write(file: io.IOBase, contents: _Contents, manifest: Manifest) -> None:
-    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
+def _write(file: IO[bytes], contents: _Contents, manifest: Manifest) -> None:
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
         text = json.dumps(asdict(manifest)).encode()
         first = tarfile.TarInfo(MANIFEST)
         first.size = len(text)
