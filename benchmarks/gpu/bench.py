@@ -176,10 +176,12 @@ def measure(
     log: Path,
     end: float,
     save: Callable[[], None],
+    only: Sequence[str],
 ) -> int:
-    """Run rounds of all candidates until ``end``; append to ``rates``; return how many failed."""
+    """Run rounds of the candidates until ``end``; append to ``rates``; return how many failed."""
     size = scale()
-    line_up = list(candidates(size, many_images(images, work / "images", size.copies), work))
+    everything = candidates(size, many_images(images, work / "images", size.copies), work)
+    line_up = [candidate for candidate in everything if not only or candidate.loop in only]
     seconds: dict[Candidate, float] = {}
     failed: set[Candidate] = set()
     for turn in range(MOST if on_gpu() else 1):
