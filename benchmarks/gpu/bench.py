@@ -58,8 +58,8 @@ def scale() -> Scale:
 
 def describe(scale: Scale) -> str:
     """Say what is measured."""
-    ranks = f", {scale.ranks} ranks" if scale.ranks > 1 else ", one rank: it has none to sum with"
-    return f"{scale.model}, {scale.size} pixels, batch {scale.batch} per rank{ranks}"
+    ranks = f"{scale.ranks} ranks" if scale.ranks > 1 else "one rank, which sends no gradients"
+    return f"{scale.model}, {scale.size} pixels, batch {scale.batch} per rank, {ranks}"
 
 
 @dataclass(frozen=True)

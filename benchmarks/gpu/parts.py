@@ -87,7 +87,7 @@ class Session:
         }
         self.results["commands"].append(row)
         self.save()
-        print(f"{row['seconds']:6.1f} s  {part}: {name}: {why or 'well'}", flush=True)
+        print(f"{row['seconds']:6.1f} s  {part}: {name}: {why or 'ok'}", flush=True)
         return not why
 
 
@@ -169,7 +169,7 @@ def write_page(files: Sequence[Path]) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         return f"{PAGE} does not say by {BEGIN} ... {END} where the tables go"
-    PAGE.write_text(f"{before}{begin}\n\n{tables(results)}\n\n{end}{after}")
+    PAGE.write_text(f"{before}{begin}\n\n{tables(results, commands=False)}\n\n{end}{after}")
     return ""
 
 

@@ -42,8 +42,9 @@ CUDA_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CUDACXX", "CUDAToolkit_ROOT")
 
 # Appended by the compiler wrapper.
 CXX_STANDARD = "-std=c++20"
-# Horovod and Gloo use them without including them, as other headers did before GCC 13.
-HEADERS = "-include cstdint -include string"
+# cstdint, string: used without being included, which works before GCC 13. span: FlatBuffers then
+# uses the standard's; GCC 14 rejects its own.
+HEADERS = "-include cstdint -include string -include span"
 NO_XLA_FILE = "*/horovod/tensorflow/xla_mpi_ops.cc"
 NO_XLA = "-UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=0"
 DEVICE_FILE = "*/horovod/common/gloo/gloo_context.cc"
