@@ -58,8 +58,8 @@ def scale() -> Scale:
 
 def describe(scale: Scale) -> str:
     """Say what is measured."""
-    ranks = f", {scale.ranks} ranks" if scale.ranks > 1 else ", one rank: it has none to sum with"
-    return f"{scale.model}, {scale.size} pixels, batch {scale.batch} per rank{ranks}"
+    ranks = f"{scale.ranks} ranks" if scale.ranks > 1 else "one rank, which sends no gradients"
+    return f"{scale.model}, {scale.size} pixels, batch {scale.batch} per rank, {ranks}"
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,12 @@ def measure(
     log: Path,
     end: float,
     save: Callable[[], None],
+    only: Sequence[str],
 ) -> int:
-    """Run rounds of all candidates until ``end``; append to ``rates``; return how many failed."""
+    """Run rounds of the candidates until ``end``; append to ``rates``; return how many failed."""
     size = scale()
-    line_up = list(candidates(size, many_images(images, work / "images", size.copies), work))
+    everything = candidates(size, many_images(images, work / "images", size.copies), work)
+    line_up = [candidate for candidate in everything if not only or candidate.loop in only]
     seconds: dict[Candidate, float] = {}
     failed: set[Candidate] = set()
     for turn in range(MOST if on_gpu() else 1):

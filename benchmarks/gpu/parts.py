@@ -87,7 +87,7 @@ class Session:
         }
         self.results["commands"].append(row)
         self.save()
-        print(f"{row['seconds']:6.1f} s  {part}: {name}: {why or 'well'}", flush=True)
+        print(f"{row['seconds']:6.1f} s  {part}: {name}: {why or 'ok'}", flush=True)
         return not why
 
 
@@ -169,7 +169,7 @@ def write_page(files: Sequence[Path]) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         return f"{PAGE} does not say by {BEGIN} ... {END} where the tables go"
-    PAGE.write_text(f"{before}{begin}\n\n{tables(results)}\n\n{end}{after}")
+    PAGE.write_text(f"{before}{begin}\n\n{tables(results, commands=False)}\n\n{end}{after}")
     return ""
 
 
@@ -194,6 +194,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--work", type=Path, default=Path("gpu-work"))
     parser.add_argument("--images", type=Path, default=Path("none"))
     parser.add_argument("--seconds", type=float, default=570.0)
+    parser.add_argument("--only", nargs="+", metavar="LOOP", help="loops of the part bench")
     parser.add_argument("--write", type=Path, nargs="+", metavar="FILE")
     asked = parser.parse_args(arguments)
     known = [*PARTS, "bench"]
@@ -212,7 +213,9 @@ def main(arguments: Sequence[str]) -> int:
         if part == "bench":
             results["scale"] = bench.describe(bench.scale())
             where = (session.images, session.work, session.log)
-            wrong += bench.measure(results["rates"], *where, session.end, session.save)
+            wrong += bench.measure(
+                results["rates"], *where, session.end, session.save, asked.only or ()
+            )
             continue
         for name, argv in PARTS[part](session):
             wrong += not session.command(part, name, argv)

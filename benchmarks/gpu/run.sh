@@ -50,7 +50,8 @@ print(recipe.REQUIREMENT)' >"$dir/horovod.txt"
 }
 
 environment() { # an environment that has what the machine has, and hvdtrain
-    local dir=$1 env=$2 machine=${PYTHON:-python3} site headers
+    local dir=$1 env=$2 machine site headers
+    machine=$(command -v "${PYTHON:-python3}")  # before $env has one of that name
     # pip and its packages are the machine's: it may have no ensurepip.
     "$machine" -m venv --without-pip "$env"
     site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')

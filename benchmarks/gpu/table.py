@@ -9,12 +9,12 @@ from typing import Any
 PLAIN = "plain DDP loop"  # what the others are shown against
 
 
-def tables(results: Mapping[str, Any]) -> str:
-    """Return the machine, the rates and what came of each command."""
+def tables(results: Mapping[str, Any], *, commands: bool = True) -> str:
+    """Return the machine, the rates and, unless the table is omitted, how each command ended."""
     blocks = [
         machine_line(results["machine"]),
         rate_table(results["rates"], results.get("scale")),
-        command_table(results["commands"]),
+        command_table(results["commands"]) if commands else "",
     ]
     return "\n\n".join(block for block in blocks if block)
 
@@ -35,23 +35,30 @@ def rate_table(rates: Sequence[Mapping[str, Any]], scale: str | None) -> str:
     if not rates:
         return ""
     precisions = list(dict.fromkeys(rate["precision"] for rate in rates))
-    loops = list(dict.fromkeys((rate["data"], rate["loop"]) for rate in rates))
+    loops = dict.fromkeys((rate["data"], rate["loop"]) for rate in rates)
     lines = [
-        f"{scale}; images/s, and in brackets that over the plain loop's on the same images.",
+        f"{scale}: images/s, and in parentheses the ratio to the plain loop on the same images; "
+        f"n is the number of runs, the memory that of {precisions[0]}.",
         "",
         f"| images | loop | {' | '.join(precisions)} | peak memory |",
         f"|---|---|{'--:|' * len(precisions)}--:|",
     ]
-    for data, loop in loops:
+    for data, loop in sorted(loops, key=lambda names: names[0], reverse=True):
         cells = [cell(rates, data, loop, precision) for precision in precisions]
+        wanted = (data, loop, precisions[0])
         peak = max(
-            (r["peak_memory"] or 0 for r in rates if (r["data"], r["loop"]) == (data, loop)),
+            (r["peak_memory"] or 0 for r in rates if key(r) == wanted),
             default=0,
         )
         shown = f"{peak / 2**30:.1f} GiB" if peak else ""
         lines.append(f"| {data} | {loop} | {' | '.join(cells)} | {shown} |")
     wrong = {f"{r['loop']}, {r['precision']}: {r['trouble']}" for r in rates if r["trouble"]}
     return "\n".join([*lines, *(["", "Not measured:", ""] if wrong else []), *bullets(wrong)])
+
+
+def key(rate: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return what was measured: images, loop and precision."""
+    return rate["data"], rate["loop"], rate["precision"]
 
 
 def bullets(lines: set[str]) -> list[str]:
@@ -69,9 +76,7 @@ def median(
 ) -> tuple[float, int]:
     """Return the median rate of a loop and of how many runs it is; 0 where there is none."""
     wanted = (data, loop, precision)
-    found = [
-        r["rate"] for r in rates if (r["data"], r["loop"], r["precision"]) == wanted and r["rate"]
-    ]
+    found = [rate["rate"] for rate in rates if key(rate) == wanted and rate["rate"]]
     return (statistics.median(found), len(found)) if found else (0.0, 0)
 
 
@@ -91,7 +96,7 @@ def command_table(commands: Sequence[Mapping[str, Any]]) -> str:
         return ""
     lines = ["| part | command | | |", "|---|---|--:|---|"]
     for row in commands:
-        came = f"`{plain(row['trouble'])}`" if row["trouble"] else "well"
+        came = f"`{plain(row['trouble'])}`" if row["trouble"] else "ok"
         if row["part"] == "tests" and "time was" not in row["trouble"]:
             came = row["said"].strip("= ")  # how many passed
         lines.append(f"| {row['part']} | {row['name']} | {row['seconds']:.0f} s | {came} |")

@@ -46,6 +46,12 @@ class RankFacts:
         return self.host, self.machine
 
 
+def accepted(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the differences that the user accepts."""
+    words = environ.get(ALLOW, "").split(",")
+    return tuple(word.strip() for word in words if word.strip())
+
+
 def rank_facts(environ: Mapping[str, str], mpi: str) -> RankFacts:
     """Return the facts of this rank; ``mpi``: MPI library of its process, e.g. MPICH 4.2."""
     code = source_digest(Path(hvdtrain.__file__).parent)
@@ -59,12 +65,11 @@ def rank_facts(environ: Mapping[str, str], mpi: str) -> RankFacts:
             software[name] = str(version)
     if mpi:
         software["MPI"] = mpi
-    words = environ.get(ALLOW, "").split(",")
     return RankFacts(
         host=socket.gethostname(),
         machine=BOOT_ID.read_text().strip() if BOOT_ID.is_file() else "",
         software=software,
-        allow=tuple(word.strip() for word in words if word.strip()),
+        allow=accepted(environ),
         addresses=tuple(network.addresses(environ.get(network.INTERFACE))),
     )
 

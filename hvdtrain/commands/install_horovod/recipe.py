@@ -42,6 +42,9 @@ CUDA_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CUDACXX", "CUDAToolkit_ROOT")
 
 # Appended by the compiler wrapper.
 CXX_STANDARD = "-std=c++20"
+# cstdint, string: used without being included, which works before GCC 13. span: FlatBuffers then
+# uses the standard's; GCC 14 rejects its own.
+HEADERS = "-include cstdint -include string -include span"
 NO_XLA_FILE = "*/horovod/tensorflow/xla_mpi_ops.cc"
 NO_XLA = "-UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=0"
 DEVICE_FILE = "*/horovod/common/gloo/gloo_context.cc"
@@ -203,16 +206,16 @@ def compiler_wrapper(compiler: Sequence[str], rpaths: Sequence[str], header: Pat
     """Return the shell script that wraps the C++ compiler.
 
     Horovod sets C++14 and C++17 and strips ``-std`` from CXXFLAGS, while PyTorch's headers need
-    C++20; the last ``-std`` wins, so it is appended. Not in calls by nvcc, which parses the
-    preprocessed source by its own standard. ``xla_mpi_ops.cc`` includes headers that TensorFlow has
-    moved; with the version of an old TensorFlow the file is compiled without them.
-    ``gloo_context.cc`` gets ``header``. ``-g0`` drops 120 MB of debugging symbols.
+    C++20; the last ``-std`` wins, so it is appended, and ``HEADERS`` with it. Not in calls by nvcc,
+    which parses the preprocessed source by its own standard. ``xla_mpi_ops.cc`` includes headers
+    that TensorFlow has moved; with the version of an old TensorFlow the file is compiled without
+    them. ``gloo_context.cc`` gets ``header``. ``-g0`` drops 120 MB of debugging symbols.
     """
     call = shlex.join(compiler)
     links = " ".join(f"-Wl,-rpath,{shlex.quote(path)}" for path in rpaths)
     return f"""#!/bin/sh
 # Made by hvdtrain install-horovod.
-standard='{CXX_STANDARD} -g0' links=yes version= header=
+standard='{HEADERS} {CXX_STANDARD} -g0' links=yes version= header=
 for argument do
     case $argument in
         -c|-E|-S|-M|-MM) links= ;;

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from hvdtrain.commands.verify.probe import Facts, Probe
 from hvdtrain.commands.verify.rows import StepRow, by_rank, number, row
-from hvdtrain.steps.integrity import BOOT_ID
+from hvdtrain.steps.integrity import ALLOW, BOOT_ID, SHARED_GPU, accepted
 from hvdtrain.steps.sharding import evaluation_parts
 from hvdtrain.steps.world import World
 from hvdtrain.system.output.text import plural, rank_list
@@ -87,11 +87,21 @@ def measure_devices(probe: Probe) -> Facts:
     probe.adapter.pin_device()
     gpu, threads = probe.processor()
     cores = sorted(os.sched_getaffinity(0))
-    return {"host": host_name(), "cores": cores, "gpu": gpu, "threads": threads}
+    shares = SHARED_GPU in accepted(os.environ)
+    return {
+        "host": host_name(),
+        "cores": cores,
+        "gpu": gpu,
+        "threads": threads,
+        "shares": shares,
+    }
 
 
 def judge_devices(all_ranks: list[Facts]) -> StepRow:
-    """Judge step 2: no GPU is shared; threads do not exceed cores, or one per rank if more."""
+    """Judge step 2: no GPU is shared; threads do not exceed cores, or one per rank if more.
+
+    Ranks may share a GPU if the user allows it, as in a training.
+    """
     by_host: dict[str, list[Facts]] = {}
     for facts in all_ranks:
         by_host.setdefault(facts["host"], []).append(facts)
@@ -110,6 +120,8 @@ def _host_usage(ranks: list[Facts]) -> tuple[bool, str]:
         text = f"{plural(len(set(gpus)), 'GPU')} for {plural(len(ranks), 'rank')}"
         if len(gpus) < len(ranks):
             text += f", {len(ranks) - len(gpus)} of them on the CPU"
+        elif len(set(gpus)) < len(gpus) and ranks[0]["shares"]:
+            return True, f"{text} ({ALLOW}={SHARED_GPU})"
         return len(set(gpus)) == len(ranks), text
     cores = len(set().union(*(facts["cores"] for facts in ranks)))
     threads = [facts["threads"] for facts in ranks]

@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.adapters.common_adapter import CommonAdapter, Flags
 from hvdtrain.adapters.preflight import exchange
-from hvdtrain.adapters.state_view import StateView, Take, as_it_is
+from hvdtrain.adapters.state_view import StateView, Take
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -31,7 +31,8 @@ class ArrayView(StateView):
     def trained_names(self) -> set[str]:
         return {"w"}
 
-    def export(self, optimizer: Any, take: Take = as_it_is) -> Checkpoint:
+    def export(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
+        take = take or (lambda _kind, _name, array: array)
         arrays = {**self.model["weights"], **self.model["running"]}  # no copies, as of PyTorch
         model, training = (
             {name: take(kind, name, value) for name, value in part.items()}

@@ -154,7 +154,7 @@ def test_a_wrong_value_is_one_line_that_names_the_option(option: str) -> None:
         (["--quiet=5"], ["--quiet"]),
         (["--stges", "2"], ["did you mean --stages?"]),
         (["--strategy=magic"], ["'magic'", ", ".join(STRATEGIES)]),
-        (["--lr-schedule=step"], ["'step'", "constant, linear, cosine, multistep"]),
+        (["--lr-schedule=step"], ["'step'", "constant, linear, cosine, polynomial, multistep"]),
     ],
 )
 def test_a_wrong_command_line_is_reported(line: list[str], words: list[str]) -> None:

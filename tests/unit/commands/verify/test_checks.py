@@ -76,9 +76,11 @@ def test_false_worlds(change: Any, evidence: str) -> None:
     assert evidence in row.evidence
 
 
-def processors(*ranks: tuple[str, list[int], str | None, int]) -> list[dict[str, Any]]:
+def processors(
+    *ranks: tuple[str, list[int], str | None, int], shares: bool = False
+) -> list[dict[str, Any]]:
     return [
-        {"host": host, "cores": cores, "gpu": gpu, "threads": threads}
+        {"host": host, "cores": cores, "gpu": gpu, "threads": threads, "shares": shares}
         for host, cores, gpu, threads in ranks
     ]
 
@@ -101,6 +103,12 @@ def processors(*ranks: tuple[str, list[int], str | None, int]) -> list[dict[str,
 def test_devices(ranks: Any, state: str, evidence: str) -> None:
     row = judge_devices(processors(*[(f"{host} boot", *rest) for host, *rest in ranks]))
     assert (row.state, evidence in row.evidence) == (state, True), row.evidence
+
+
+def test_a_gpu_may_be_shared_if_the_user_allows_it() -> None:
+    row = judge_devices(processors(("a boot", [0], "u", 0), ("a boot", [1], "u", 0), shares=True))
+    assert row.state == OK
+    assert row.evidence == "a: 1 GPU for 2 ranks (HVDTRAIN_ALLOW=shared-gpu)"
 
 
 def drawn(size: int) -> list[dict[str, Any]]:
