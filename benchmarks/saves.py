@@ -3,8 +3,8 @@
 python -m benchmarks.saves [--rounds 3] [--steps 65] [--every 20] [--ranks 2] [--only fsdp]
                            [-- OPTIONS]
 
-ResNet-50 on synthetic images, the three ways in turn, in the reverse order each second
-round. A step lasts from the arrival of one line of --metrics to that of the next, so a save counts
+ResNet-50 on synthetic images, the three ways in turn, in the reverse order each second round.
+A step lasts from the arrival of one line of --metrics to that of the next, so a save counts
 with the step after it. OPTIONS replace those of the training, e.g. --model=resnet18.
 """
 

@@ -34,17 +34,18 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-B", "-m", "tests.fuzz.search"]
         with tempfile.TemporaryDirectory() as scratch, (folder / "log").open("wb") as log:
-            process = subprocess.run(
-                [*command, name, str(arguments.seconds), str(arguments.seed), str(folder)],
-                env={**os.environ, "TMPDIR": scratch},
-                stdin=subprocess.DEVNULL,
-                stderr=log,
-                timeout=arguments.seconds + STARTING,
-                check=False,
-            )
-        if process.returncode:
-            print(f"{name}: exit code {process.returncode}; see {folder}", flush=True)
-        failed |= process.returncode != 0
+            try:
+                subprocess.run(
+                    [*command, name, str(arguments.seconds), str(arguments.seed), str(folder)],
+                    env={**os.environ, "TMPDIR": scratch},
+                    stdin=subprocess.DEVNULL,
+                    stderr=log,
+                    timeout=arguments.seconds + STARTING,
+                    check=True,
+                )
+            except subprocess.SubprocessError as error:  # the other targets still have their turn
+                failed = True
+                print(f"{name}: {error}; see {folder}", flush=True)
     return int(failed)
 
 
