@@ -125,8 +125,8 @@ class Options(CommOptions):
     )
     lr_scaling: str | None = option(
         None,
-        "scaling of the learning rate with the number of ranks (default: linear; none if "
-        "--global-batch-size is set, with adasum, and for ssd300)",
+        "scaling of the learning rate with the number of ranks (default: linear, for lars and "
+        "lamb sqrt; none if --global-batch-size is set, with adasum, and for ssd300)",
         choices=SCALINGS,
     )
     lr_base_batch: int | None = option(

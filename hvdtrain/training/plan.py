@@ -86,9 +86,11 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     fixed = options.global_batch_size or recipe.lr_batch or options.reduction == ADASUM
     per_batch = recipe.lr_batch and options.lr_scaling is None and options.reduction != ADASUM
     base_batch = options.lr_base_batch or (recipe.lr_batch if per_batch else None)
+    # The norms of the weights bound the updates of these, however large the batch is.
+    scaling = options.lr_scaling or ("sqrt" if options.optimizer in LAYERWISE else "linear")
     lr = _or_default(options.lr, recipe.lr.of(options.optimizer))
     if base_batch:
-        lr *= scale_factor(options.lr_scaling or "linear", global_batch / base_batch)
+        lr *= scale_factor(scaling, global_batch / base_batch)
     is_random = workload.random_without_data and options.data is None and options.epochs is None
     steps = BENCHMARK_STEPS if options.benchmark or is_random else None
     return TrainingPlan(
@@ -96,9 +98,7 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         global_batch=global_batch,
         epochs=epochs,
         num_steps=_or_default(options.num_steps, steps),
-        lr_scaling="none"
-        if base_batch
-        else _or_default(options.lr_scaling, "none" if fixed else "linear"),
+        lr_scaling="none" if base_batch or (fixed and options.lr_scaling is None) else scaling,
         lr=lr,
         schedule={
             "epochs": epochs,

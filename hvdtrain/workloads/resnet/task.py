@@ -16,7 +16,7 @@ from hvdtrain.workloads.data.image_folder import (
     ImageOptions,
 )
 
-LR = LearningRates(sgd=0.0125, adam=0.0005, adamw=0.0005, lars=0.5, lamb=0.001)
+LR = LearningRates(sgd=0.0125, adam=0.0005, adamw=0.0005, lars=1.0, lamb=0.001)
 
 EPILOG = f"""\
 models:
