@@ -14,8 +14,8 @@ pytest.importorskip("torchvision")
 pytest.importorskip("nvidia.dali")
 
 from hvdtrain.workloads.data import image_folder  # noqa: E402
-from hvdtrain.workloads.data.dali_gpu import GpuFolder  # noqa: E402
-from hvdtrain.workloads.data.dali_images import choose_decoder, gpu_number  # noqa: E402
+from hvdtrain.workloads.data.dali_decoder import choose_decoder, gpu_number  # noqa: E402
+from hvdtrain.workloads.data.dali_images import GpuFolder  # noqa: E402
 from hvdtrain.workloads.data.image_folder import ImageOptions  # noqa: E402
 from hvdtrain.workloads.data.torch_images import Folder  # noqa: E402
 from hvdtrain.workloads.resnet.pytorch import (  # noqa: E402
