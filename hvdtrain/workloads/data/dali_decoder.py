@@ -245,15 +245,16 @@ def _bounds(views: Sequence[View]) -> tuple[NDArray[np.float32], NDArray[np.floa
 
     In a square that is mirrored, left and right are exchanged.
     """
-    low, high = [], []
-    for view in views:
-        scales = view.height / view.resized[1], view.width / view.resized[0]
-        edges = [(start, start + view.size) for start in reversed(view.corner)]
-        if view.flip:
-            edges[1] = edges[1][::-1]
-        low.append([edge[0] * scale for edge, scale in zip(edges, scales, strict=True)])
-        high.append([edge[1] * scale for edge, scale in zip(edges, scales, strict=True)])
-    return np.array(low, np.float32), np.array(high, np.float32)
+    corners = np.array([view.corner[::-1] for view in views], np.float32)
+    sides = np.array([(view.size, view.size) for view in views], np.float32)
+    scales = np.array(
+        [(view.height / view.resized[1], view.width / view.resized[0]) for view in views],
+        np.float32,
+    )
+    low, high = corners * scales, (corners + sides) * scales
+    flip = [view.flip for view in views]
+    low[flip, 1], high[flip, 1] = high[flip, 1], low[flip, 1]
+    return low, high
 
 
 def _resize(region: Pixels, view: View, square: torch.Tensor) -> None:
