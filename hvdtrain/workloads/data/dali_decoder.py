@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 Pixels = NDArray[np.uint8]
 # Pixels that are decoded at once, in all regions together: about 6 MB on a CPU, 800 MB on a GPU.
 MOST_ON_CPU, MOST_ON_GPU = 2**21, 2**28
+# What DALI reports of an image; its other errors, e.g. that memory ran out, are not hidden.
+UNDECODABLE = ("nvImageCodec failure", "Failed to decode", "cropping window")
 
 
 def choose_decoder(options: ImageOptions) -> str:
@@ -40,7 +42,9 @@ def choose_decoder(options: ImageOptions) -> str:
     try:
         JpegDecoder(size=4, gpu=gpu).try_out()
     except Exception as error:  # of many kinds, from a missing package to a missing library
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        text = str(error)  # DALI's own begins with where it was called
+        lines = (text.partition("encountered:")[2] or text).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
         if automatic:
             log.warning("DALI does not work here (%s): images are decoded by pillow", reason)
             return PILLOW
@@ -138,7 +142,9 @@ class JpegDecoder:
         """Write the squares of ``jpegs``, which DALI is decoding."""
         try:
             decoded = self._outputs()
-        except RuntimeError:
+        except RuntimeError as error:
+            if not any(words in str(error) for words in UNDECODABLE):
+                raise
             for jpeg, square in zip(jpegs, squares, strict=True):
                 if len(jpegs) > 1:  # the others must not depend on the one that failed
                     self._run([jpeg])
