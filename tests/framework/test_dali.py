@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,20 @@ from sklearn.datasets import load_sample_image  # noqa: E402
 from hvdtrain.commands.pack.packing import Packing  # noqa: E402
 from hvdtrain.commands.pack.source import PackOptions  # noqa: E402
 from hvdtrain.steps.sharding import Shards  # noqa: E402
-from hvdtrain.workloads.data import image_folder  # noqa: E402
-from hvdtrain.workloads.data.dali_decoder import Jpeg, JpegDecoder  # noqa: E402
-from hvdtrain.workloads.data.dali_gpu import GpuFolder  # noqa: E402
-from hvdtrain.workloads.data.dali_images import (  # noqa: E402
-    SampleReader,
+from hvdtrain.workloads.data import dali_decoder, image_folder  # noqa: E402
+from hvdtrain.workloads.data.dali_decoder import (  # noqa: E402
+    Jpeg,
+    JpegDecoder,
     choose_decoder,
+)
+from hvdtrain.workloads.data.dali_images import (  # noqa: E402
+    REDUCED,
+    EncodedImages,
+    GpuFolder,
     dali_folder,
 )
 from hvdtrain.workloads.data.image_folder import ImageFolder, ImageOptions  # noqa: E402
-from hvdtrain.workloads.data.torch_images import Folder, ReadAhead  # noqa: E402
+from hvdtrain.workloads.data.torch_images import Folder, ReadAhead, View  # noqa: E402
 from hvdtrain.workloads.resnet.pytorch import (  # noqa: E402
     centre_crop,
     centre_view,
@@ -42,7 +47,7 @@ from tests.conftest import error_of  # noqa: E402
 
 SIZE = 96
 OPTIONS = ImageOptions(image_size=SIZE, workers=0, decoder="dali")
-FOLDERS = (dali_folder, GpuFolder)  # the second in the rank itself, here by DALI's code for CPUs
+FOLDERS = (dali_folder, GpuFolder)  # the second decodes in the rank itself, here on a CPU
 EXIF = Image.Exif()
 EXIF[274] = 6  # to be turned by a right angle
 # Name, mode, size, and arguments of Pillow's ``save``.
@@ -128,7 +133,7 @@ def test_a_training_crop_is_that_of_torchvision_and_pillow(images: ImageFolder) 
         Folder(images, crop, OPTIONS) if crop else dali_folder(images, random_view, OPTIONS)
         for crop in (None, torchvisions, random_crop)
     )
-    samples = SampleReader(images, random_view, OPTIONS)
+    reader = EncodedImages(images, random_view, OPTIONS)
     for epoch in range(20):
         got = batches(by_dali, epoch)
         same, near = batches(expected, epoch), batches(by_pillow, epoch)
@@ -137,7 +142,7 @@ def test_a_training_crop_is_that_of_torchvision_and_pillow(images: ImageFolder) 
             assert differences(got[index], same[index]).max() <= 2, (name, epoch)
             if name not in PHOTOGRAPHS:
                 continue  # Pillow also takes pixels around the crop: in small images these are many
-            sample = samples.read(index, epoch, np.inf)
+            sample = reader.sample(index, epoch)
             assert isinstance(sample, Jpeg)
             # Pillow decodes at a half of the sides, where that suffices.
             most = 0.5 if sample.view.spare < 2 else 9
@@ -275,14 +280,35 @@ def test_a_batch_that_was_left_does_not_disturb_the_next_epoch(images: ImageFold
     assert all(torch.equal(pixels, again[index]) for index, pixels in expected.items())
 
 
-def test_what_a_gpu_would_resize_is_near(images: ImageFolder) -> None:
+def test_what_dali_resizes_is_near(images: ImageFolder) -> None:
+    """As on a GPU: the region of the square, mirrored, before resizing."""
     for view, epoch in ((random_view, 0), (centre_view, None)):
-        one, other = (batches(folder(images, view, OPTIONS), epoch) for folder in FOLDERS)
-        for name, *_ in PLAIN:
-            index = number(images, name)
-            difference = differences(one[index], other[index])
+        jpegs = EncodedImages(images, view, OPTIONS).batch(range_of(PLAIN, images), epoch).jpegs
+        assert len(jpegs) == len(PLAIN)
+        squares = []
+        for dali_resizes in (False, True):
+            decoder = JpegDecoder(SIZE, files=images.files, dali_resizes=dali_resizes)
+            decoder.start(jpegs)
+            squares.append(decoder.finish())
+        for name, difference in zip(PLAIN, differences(*squares), strict=True):
             assert difference.mean() < 0.5, (name, difference.mean())
             assert (difference > 2).double().mean() < 0.01, name
+
+
+def range_of(kinds: list[Any], images: ImageFolder) -> list[int]:
+    return [number(images, name) for name, *_ in kinds]
+
+
+def test_large_batches_are_decoded_in_parts(
+    images: ImageFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = batches(dali_folder(images, centre_view, OPTIONS), None)
+    monkeypatch.setattr(dali_decoder, "MOST_ON_CPU", 200_000)  # pixels: one image has more
+    for folder in FOLDERS:
+        data = folder(images, centre_view, OPTIONS)
+        for _ in range(2):
+            in_parts = batches(data, None)
+            assert all(torch.equal(pixels, in_parts[index]) for index, pixels in whole.items())
 
 
 def test_it_is_chosen_where_it_is_requested() -> None:
@@ -291,18 +317,35 @@ def test_it_is_chosen_where_it_is_requested() -> None:
 
 
 def test_a_plain_jpeg_is_decoded_by_dali(images: ImageFolder) -> None:
-    samples = SampleReader(images, random_view, OPTIONS)
+    reader = EncodedImages(images, random_view, OPTIONS)
     for name, *_ in PLAIN:
-        assert isinstance(samples.read(number(images, name), 0, np.inf), Jpeg), name
+        assert isinstance(reader.sample(number(images, name), 0), Jpeg), name
     for name, *_ in OTHERS:
-        assert not isinstance(samples.read(number(images, name), 0, np.inf), Jpeg), name
-    whole = samples.read(number(images, FIRST), None, np.inf)
-    assert isinstance(whole, Jpeg)
-    assert not isinstance(samples.read(number(images, FIRST), None, reduced=0.5), Jpeg)
-    decoder = JpegDecoder(1)
-    decoder.start([whole])
-    region = np.asarray(decoder.finish()[0])
-    with Image.open(images.files.name(whole.index)) as image:
-        view = whole.view
-        box = (view.left, view.top, view.left + view.width, view.top + view.height)
-        assert np.array_equal(region, np.asarray(image.crop(box)))  # bit for bit
+        assert not isinstance(reader.sample(number(images, name), 0), Jpeg), name
+
+
+def test_large_reductions_are_left_to_pillow_on_a_cpu(root: Path) -> None:
+    """It decodes at an eighth of the sides at once."""
+    images = image_folder.load(root)[0]
+    small = ImageOptions(image_size=32, workers=0)
+    every, few = (EncodedImages(images, random_view, small, most) for most in (np.inf, REDUCED))
+    index = number(images, FIRST)
+    kinds = {
+        every.sample(index, epoch).view.spare >= REDUCED: type(few.sample(index, epoch))
+        for epoch in range(40)
+    }
+    assert kinds == {True: np.ndarray, False: Jpeg}
+
+
+def test_a_region_has_pillows_pixels_bit_for_bit(images: ImageFolder) -> None:
+    """The square of a view that is not resized."""
+    for name, *_ in PLAIN[:-1]:
+        jpeg = EncodedImages(images, random_view, OPTIONS).sample(number(images, name), 0)
+        assert isinstance(jpeg, Jpeg)
+        with Image.open(images.files.name(jpeg.index)) as image:
+            size = min(image.size) - 3
+            view = View(3, 2, size, size, (size, size), size)
+            decoder = JpegDecoder(size)
+            decoder.start([replace(jpeg, view=view)])
+            box = (3, 2, 3 + size, 2 + size)
+            assert np.array_equal(decoder.finish()[0], np.asarray(image.crop(box))), name

@@ -19,8 +19,9 @@ from sklearn.datasets import load_sample_image  # noqa: E402
 
 from hvdtrain.errors import TrainingError, UsageError  # noqa: E402
 from hvdtrain.tasks.training_step_pytorch import network_input  # noqa: E402
-from hvdtrain.workloads.data import dali_images  # noqa: E402
-from hvdtrain.workloads.data.dali_images import choose_decoder, plain_jpeg  # noqa: E402
+from hvdtrain.workloads.data import dali_decoder  # noqa: E402
+from hvdtrain.workloads.data.dali_decoder import JpegDecoder, choose_decoder  # noqa: E402
+from hvdtrain.workloads.data.dali_images import plain_jpeg  # noqa: E402
 from hvdtrain.workloads.data.image_folder import ImageOptions, worker_errors  # noqa: E402
 from hvdtrain.workloads.data.torch_images import _ahead, decoded  # noqa: E402
 from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision  # noqa: E402
@@ -149,16 +150,24 @@ def test_a_killed_worker_is_one_line_with_the_remedy() -> None:
         next(iter(loader))
 
 
-def test_the_choice_of_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_the_decoder(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)  # it cannot be imported
     for decoder in ("auto", "pillow"):
         assert choose_decoder(ImageOptions(decoder=decoder)) == "pillow"
     message = error_of(choose_decoder, ImageOptions(decoder="dali"))
     assert message.startswith("--decoder dali: DALI does not work here (")
     assert "pip install 'hvdtrain[dali]', or use --decoder pillow" in message
-    monkeypatch.setattr(dali_images, "gpu_number", lambda options: 0)
+    monkeypatch.setattr(dali_decoder, "gpu_number", lambda options: 0)
+    monkeypatch.setattr(dali_decoder, "is_installed", lambda name: False)
     assert choose_decoder(ImageOptions()) == "pillow"
-    monkeypatch.setattr(dali_images, "_try", lambda options: None)
+    assert not caplog.messages
+    monkeypatch.setattr(dali_decoder, "is_installed", lambda name: True)
+    assert choose_decoder(ImageOptions()) == "pillow"
+    [note] = caplog.messages
+    assert note.startswith("DALI does not work here (") and note.endswith("decoded by pillow")
+    monkeypatch.setattr(JpegDecoder, "try_out", lambda self: None)
     assert choose_decoder(ImageOptions()) == "dali"
     assert choose_decoder(ImageOptions(decoder="pillow")) == "pillow"
 

@@ -1,84 +1,35 @@
-"""Images decoded by NVIDIA DALI: of a JPEG, only the region of the sample.
+"""Images decoded by DALI: only the region of each sample.
 
-DALI decodes plain JPEGs, and Pillow all others, among them broken ones, so that each file has the
-same result, or the same error, as without DALI. DALI's pixels are Pillow's; on a CPU torch resizes
-them like torchvision, which differs from Pillow by rounding.
-
-On a CPU, the worker processes decode. On a GPU see ``dali_gpu``.
+DALI decodes plain JPEGs, and Pillow all other images, among them broken ones, so that each file has
+the same result, or the same error, as without DALI. On a CPU, the worker processes decode. On a
+GPU, they read the files and draw the views, and the rank has its GPU decode a batch while it trains
+on the previous one; the pixels of a GPU differ slightly from those of a CPU.
 """
 
 from __future__ import annotations
 
-import importlib
-import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from typing_extensions import override
 
-from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import seed_of
 from hvdtrain.tasks.dataset import Batch
-from hvdtrain.workloads.data.dali_decoder import Jpeg, JpegDecoder, Pixels
-from hvdtrain.workloads.data.image_folder import AUTO, DALI, PILLOW, ImageFolder, ImageOptions
-from hvdtrain.workloads.data.torch_images import (
-    ReadAhead,
-    View,
-    cut,
-    decoding_errors,
-    opened,
-)
+from hvdtrain.workloads.data.dali_decoder import Jpeg, JpegDecoder, Pixels, gpu_number
+from hvdtrain.workloads.data.image_folder import ImageFolder, ImageOptions
+from hvdtrain.workloads.data.torch_images import ReadAhead, View, Wanted, cut, opened
 
 Views = Callable[[Image.Image, int], View]
-AT_ONCE = 16  # number of JPEGs that a worker's pipeline decodes; more only take more memory
-# Reduction factor of decoding from which Pillow, which skips most of the work, is faster.
+# Reduction factor of decoding from which Pillow, which skips most of the work, is faster on a CPU.
 REDUCED = 4
 # A marker that ends a scan: in it, a zero is stuffed after each byte of 255, unless it restarts.
 MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]", re.DOTALL)
 END_OF_IMAGE = b"\xff\xd9"
-
-
-def choose_decoder(options: ImageOptions) -> str:
-    """Return ``pillow`` or ``dali``, according to ``--decoder``, device and installed packages.
-
-    Raises:
-        UsageError: DALI was requested and does not work.
-    """
-    requested = options.decoder
-    if requested == PILLOW or (requested == AUTO and gpu_number(options) is None):
-        return PILLOW
-    try:
-        _try(options)
-    except Exception as error:  # of many kinds, from a missing package to a missing library
-        if requested == AUTO:
-            return PILLOW
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UsageError(
-            f"--decoder dali: DALI does not work here ({reason}): pip install 'hvdtrain[dali]', or "
-            "use --decoder pillow"
-        ) from error
-    return DALI
-
-
-def gpu_number(options: ImageOptions) -> int | None:
-    """Return the number of the GPU that decodes; None: the CPU does."""
-    device = torch.device(options.device)
-    if device.type != "cuda" or torch.version.cuda is None:  # PyTorch calls ROCm cuda, too
-        return None
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-def _try(options: ImageOptions) -> None:
-    """Decode an image, on the device of the training."""
-    file = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(file, "JPEG")
-    view = View(0, 0, 8, 8, (4, 4), 4)
-    decoder = JpegDecoder(1, gpu=gpu_number(options), size=4)
-    decoder.start([Jpeg(0, np.frombuffer(file.getvalue(), np.uint8), view)])
-    decoder.finish()
 
 
 def dali_folder(images: ImageFolder, views: Views, options: ImageOptions) -> ReadAhead:
@@ -88,9 +39,8 @@ def dali_folder(images: ImageFolder, views: Views, options: ImageOptions) -> Rea
     in a module, and may use torch's generator in a training.
     """
     if gpu_number(options) is None:
-        return ReadAhead(DaliImages(SampleReader(images, views, options)), options)
-    gpu: Any = importlib.import_module("hvdtrain.workloads.data.dali_gpu")
-    return gpu.GpuFolder(images, views, options)
+        return ReadAhead(DecodedImages(EncodedImages(images, views, options, REDUCED)), options)
+    return GpuFolder(images, views, options)
 
 
 def plain_jpeg(image: Image.Image) -> Pixels | None:
@@ -112,20 +62,80 @@ def plain_jpeg(image: Image.Image) -> Pixels | None:
     return np.frombuffer(data, np.uint8) if intact else None
 
 
-class SampleReader:
-    """Reads files, draws their views, and has Pillow decode what DALI does not."""
+@dataclass(frozen=True)
+class Encoded:
+    """A batch whose plain JPEGs are not decoded; its tensors are sent through shared memory.
 
-    def __init__(self, images: ImageFolder, views: Views, options: ImageOptions) -> None:
-        self.images, self.views = images, views
+    Attributes:
+        indices: indices of the samples in the dataset.
+        views: view of each plain JPEG; None: Pillow has decoded the sample.
+        data: bytes of the plain JPEGs, one after the other, uint8.
+        ends: end of each in ``data``.
+        others: the other samples, uint8, shape (n, size, size, 3).
+        y: labels of the batch.
+    """
+
+    indices: list[int]
+    views: list[View | None]
+    data: torch.Tensor
+    ends: list[int]
+    others: torch.Tensor
+    y: torch.Tensor
+
+    @property
+    def jpegs(self) -> list[Jpeg]:
+        """Its plain JPEGs."""
+        plain = [(i, view) for i, view in zip(self.indices, self.views, strict=True) if view]
+        files = np.split(self.data.numpy(), self.ends)[:-1]
+        return [Jpeg(i, data, view) for (i, view), data in zip(plain, files, strict=True)]
+
+    def decoded(self, squares: torch.Tensor) -> Batch:
+        """Return the batch, with the squares of its plain JPEGs."""
+        x, y = squares, self.y
+        if len(self.others):
+            x = squares.new_empty((len(y), *squares.shape[1:]))
+            plain = torch.tensor([view is not None for view in self.views])
+            x[plain], x[~plain] = squares, self.others.to(x.device)
+        return Batch(x.permute(0, 3, 1, 2), y.pin_memory() if x.is_cuda else y)
+
+
+class EncodedImages:
+    """Reads batches as ``Encoded``, see ``torch_images.Reader``.
+
+    Args:
+        images: the dataset.
+        views: function that draws the view of an image.
+        options: size of the images, and seed.
+        reduced: permitted reduction factor of decoding from which Pillow decodes.
+    """
+
+    def __init__(
+        self, images: ImageFolder, views: Views, options: ImageOptions, reduced: float = np.inf
+    ) -> None:
+        self.images, self.views, self.reduced = images, views, reduced
         self.size, self.seed = options.image_size, options.seed
+        self.samples, self.digest = len(images.files), images.digest
 
-    def read(self, index: int, epoch: int | None, reduced: float) -> Jpeg | Pixels:
+    def batch(self, indices: list[int], epoch: int | None) -> Encoded:
+        """Read these files, draw their views, and decode by Pillow those that DALI does not."""
+        self.images.files.will_need(indices)
+        samples = [self.sample(index, epoch) for index in indices]
+        jpegs = [sample for sample in samples if isinstance(sample, Jpeg)]
+        files = [np.empty(0, np.uint8), *(jpeg.data for jpeg in jpegs)]
+        others = np.empty((len(samples) - len(jpegs), self.size, self.size, 3), np.uint8)
+        for row, pixels in enumerate(s for s in samples if not isinstance(s, Jpeg)):
+            others[row] = pixels
+        return Encoded(
+            indices=indices,
+            views=[s.view if isinstance(s, Jpeg) else None for s in samples],
+            data=torch.from_numpy(np.concatenate(files)),
+            ends=np.cumsum([len(jpeg.data) for jpeg in jpegs], dtype=int).tolist(),
+            others=torch.from_numpy(others),
+            y=torch.from_numpy(self.images.labels[indices]),
+        )
+
+    def sample(self, index: int, epoch: int | None) -> Jpeg | Pixels:
         """Return a sample, encoded, or decoded by Pillow.
-
-        Args:
-            index: index of the sample.
-            epoch: epoch to augment for; None: not augmented.
-            reduced: permitted reduction factor of decoding from which Pillow decodes.
 
         Raises:
             UsageError: naming a broken file.
@@ -135,80 +145,49 @@ class SampleReader:
             torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
         with opened(self.images.files, index) as image:
             view = self.views(image, self.size)
-            data = plain_jpeg(image) if view.spare < reduced else None
+            data = plain_jpeg(image) if view.spare < self.reduced else None
             return np.asarray(cut(image, view)) if data is None else Jpeg(index, data, view)
 
-    def by_pillow(self, jpeg: Jpeg) -> Pixels:
-        """Decode a JPEG that DALI could not decode.
 
-        Raises:
-            UsageError: naming the broken file.
-        """
-        name = self.images.files.name(jpeg.index)
-        with decoding_errors(name):
-            image = Image.open(io.BytesIO(jpeg.data.tobytes()))
-        image.filename = name  # for ``decoded``
-        return np.asarray(cut(image, jpeg.view))
+class DecodedImages:
+    """Decodes batches where they are read, see ``torch_images.Reader``."""
 
-    def labels(self, indices: Sequence[int]) -> torch.Tensor:
-        """Return the labels of these samples."""
-        return torch.from_numpy(self.images.labels[list(indices)])
-
-
-def resize(region: Pixels, view: View, square: torch.Tensor) -> None:
-    """Write the square of ``view``, uint8 of shape (3, size, size), of its decoded region."""
-    pixels = torch.from_numpy(region)[None].permute(0, 3, 1, 2)
-    resized = torch.nn.functional.interpolate(
-        pixels, size=view.resized[::-1], mode="bilinear", antialias=True
-    )
-    left, top = view.corner
-    part = resized[0, :, top : top + view.size, left : left + view.size]
-    square.copy_(part.flip(2) if view.flip else part)
-
-
-class DaliImages:
-    """Decoded images, see ``torch_images.Images``."""
-
-    def __init__(self, samples: SampleReader) -> None:
-        self.source = samples
-        self.samples, self.digest = len(samples.images.files), samples.images.digest
-        self._decoder = JpegDecoder(AT_ONCE)
+    def __init__(self, encoded: EncodedImages) -> None:
+        self.encoded = encoded
+        self.samples, self.digest = encoded.samples, encoded.digest
+        self._decoder = JpegDecoder(encoded.size, files=encoded.images.files)
 
     def batch(self, indices: list[int], epoch: int | None) -> Batch:
         """Read, decode and crop these images."""
-        self.source.images.files.will_need(indices)
-        size = self.source.size
-        pixels = np.empty((len(indices), size, size, 3), np.uint8)
-        squares = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-        jpegs: list[tuple[int, Jpeg]] = []
-        for row, index in enumerate(indices):
-            sample = self.source.read(index, epoch, REDUCED)
-            if isinstance(sample, Jpeg):
-                jpegs.append((row, sample))
-            else:
-                pixels[row] = sample
-        for first in range(0, len(jpegs), AT_ONCE):
-            chunk = jpegs[first : first + AT_ONCE]
-            regions = self._regions([jpeg for _, jpeg in chunk])
-            for (row, jpeg), region in zip(chunk, regions, strict=True):
-                if region is None:
-                    pixels[row] = self.source.by_pillow(jpeg)
-                else:
-                    resize(region, jpeg.view, squares[row])
-        return Batch(squares, self.source.labels(indices))
+        encoded = self.encoded.batch(indices, epoch)
+        self._decoder.start(encoded.jpegs)
+        return encoded.decoded(self._decoder.finish())
 
-    def _regions(self, jpegs: list[Jpeg]) -> list[Pixels | None]:
-        """Return the pixels of the regions; None if DALI cannot decode one.
 
-        They are valid until the next call.
-        """
-        try:
-            self._decoder.start(jpegs)
-            decoded = self._decoder.finish()
-            return [np.asarray(decoded[number]) for number in range(len(jpegs))]
-        except RuntimeError:
-            if len(jpegs) == 1:
-                return [None]
-        # The others must not depend on it. Copied, as each is valid until the next one.
-        singly = [self._regions([jpeg])[0] for jpeg in jpegs]
-        return [None if region is None else region.copy() for region in singly]
+class GpuFolder(ReadAhead):
+    """The images of a folder, or packed, decoded on the device of the training.
+
+    This is a GPU; with a CPU the results are those of ``DecodedImages``.
+    """
+
+    def __init__(self, images: ImageFolder, views: Views, options: ImageOptions) -> None:
+        reader = EncodedImages(images, views, options)
+        super().__init__(reader, options)
+        self._decoder = JpegDecoder(
+            reader.size,
+            gpu=gpu_number(options),
+            threads=max(1, options.workers or 0),
+            files=images.files,
+        )
+
+    @override
+    def _read(self, batches: list[Wanted]) -> Iterator[Batch]:
+        started: Encoded | None = None
+        for encoded in self._loaded(batches):
+            done = None if started is None else started.decoded(self._decoder.finish())
+            self._decoder.start(encoded.jpegs)
+            started = encoded
+            if done is not None:
+                yield done
+        if started is not None:
+            yield started.decoded(self._decoder.finish())

@@ -111,7 +111,7 @@ def _decoder(options: ImageOptions) -> str:
     """Return the name of the library that decodes; empty: the framework does."""
     if options.framework != "pytorch":
         return ""
-    dali = importlib.import_module("hvdtrain.workloads.data.dali_images")
+    dali = importlib.import_module("hvdtrain.workloads.data.dali_decoder")
     return str(dali.choose_decoder(options))
 
 
