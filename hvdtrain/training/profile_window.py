@@ -47,14 +47,17 @@ class ProfileWindow:
         if self._number != step + 1:  # also if an update is repeated
             self._begin(step + 1)
 
-    def leave(self, step: int) -> bool:
+    def leave(self, step: int, *, pauses: bool = False) -> bool:
         """Stop the profiler after the window's last update; return whether ``step`` was in it.
 
-        All ranks wait for the traces: the time counts for this update.
+        ``pauses``: an evaluation or the end of the training follows, which belong to no update. All
+        ranks wait for the traces: the time counts for this update.
         """
         if not self._open:
             return False
-        if step < self.end:
+        if step < self.end and pauses:
+            self._span.close()
+        elif step < self.end:
             self._begin(step + 1)  # with the wait for its batch
         else:
             self._stop()

@@ -14,8 +14,6 @@ import re
 import sys
 import time
 import types
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,10 +158,14 @@ class WandB(Tracker):
 
 
 def _answers(address: str) -> bool:
+    """Return whether there is a server, even if its answer is an error."""
+    import urllib.error
+    import urllib.request
+
     try:
         urllib.request.urlopen(address, timeout=ANSWER).close()
     except urllib.error.HTTPError:
-        return True  # an answer, too
+        return True
     except (OSError, ValueError):
         return False
     return True
@@ -269,12 +271,12 @@ class TensorBoard(Tracker):
 
     @override
     def start(self, facts: RunFacts) -> None:
-        name = plain_name(f"{facts.name} {facts.training_id}").replace(" ", "-")
-        self._writer = self._new_writer(f"{self._where}/{name}")
-        self.note = f"tensorboard: curves in {self._where}/{name}"
-        if facts.step:  # later curves of a run that has failed are invalid
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._writer.add_event(self._events.Event(step=facts.step + 1, session_log=start))
+        folder = f"{self._where}/{facts.project}-{facts.training_id}"
+        self._writer = self._new_writer(folder)
+        self.note = f"tensorboard: curves in {folder}"
+        # If an earlier run has failed, its points after ``step`` are left out.
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._writer.add_event(self._events.Event(step=facts.step + 1, session_log=start))
         self._add_table("parameters", facts.parameters)
         self._add_table("environment", facts.environment)
 

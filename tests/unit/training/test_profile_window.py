@@ -69,11 +69,11 @@ class Run:
         self.window = ProfileWindow(options, cast(CommonAdapter, adapter))
         self.recorded: list[int] = []
 
-    def update(self, step: int) -> None:
+    def update(self, step: int, *, pauses: bool = False) -> None:
         self.window.enter(step)
         with self.waits.during(SUM):
             self.done.append(f"({step + 1})")
-        if self.window.leave(step + 1):
+        if self.window.leave(step + 1, pauses=pauses):
             self.recorded.append(step + 1)
 
 
@@ -99,6 +99,15 @@ def test_other_ranks_exclude_the_same_updates_and_wait(tmp_path: Path) -> None:
     assert " ".join(run.done) == "(1) (2) (3) (4) all (5) (6)"
     assert run.recorded == [3, 4]
     assert not list(tmp_path.iterdir())
+
+
+def test_an_evaluation_is_in_no_span(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.update(2, pauses=True)
+    run.done.append("evaluation")
+    run.update(3)
+    spans = [word for word in run.done if word.strip("<>").isdigit() or word == "evaluation"]
+    assert " ".join(spans) == "<3 3> evaluation <4 4>"
 
 
 def test_a_resumed_training_within_the_window(tmp_path: Path) -> None:

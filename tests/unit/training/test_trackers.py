@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import subprocess
@@ -146,7 +147,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     tracker = play(TensorBoard(str(tmp_path)))
     (folder,) = tmp_path.iterdir()
-    assert folder.name == "small-horovod-2-0123456789ab"
+    assert folder.name == "hvdtrain-mnist-0123456789ab"
     assert tracker.note == f"tensorboard: curves in {folder}"
     assert curve(folder, "step/loss") == [(10, 0.25), (20, 0.25)]
     assert curve(folder, "summary/train_loss") == [(30, 0.125)]
@@ -165,15 +166,15 @@ def test_a_resumed_training_continues_its_curves(tmp_path: Path) -> None:
     resumed.write([LogEntry("step", {**STEP, "step": 15, "loss": 0.125})])
     resumed.close(None)
     assert len(list(tmp_path.iterdir())) == 2
-    folder = tmp_path / "small-horovod-2-0123456789ab"
+    folder = tmp_path / "hvdtrain-mnist-0123456789ab"
     assert curve(folder, "step/loss") == [(10, 0.25), (15, 0.125)]
 
 
 def values(folder: Path, tag: str) -> list[tuple[int, Any]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing import plugin_event_accumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    events = EventAccumulator(str(folder)).Reload().Tensors(tag)
+    events = plugin_event_accumulator.EventAccumulator(str(folder)).Reload().Tensors(tag)
     return [(event.step, make_ndarray(event.tensor_proto)) for event in events]
 
 
@@ -226,3 +227,42 @@ def test_wandb_offline(tmp_path: Path) -> None:
     (line,) = output.splitlines()  # and nothing from the package
     folder = Path(line.rpartition(" ")[2])
     assert line == f"wandb: offline run in {folder}; upload it with: wandb sync {folder}"
+
+
+KEY = "5ec2e7" * 7
+
+
+@pytest.mark.usefixtures("offline")
+def test_no_key_and_no_variable_is_in_the_files_of_wandb(tmp_path: Path) -> None:
+    program = f"play(WandB({str(tmp_path / 'new')!r}))"
+    python(program, WANDB_MODE="offline", WANDB_API_KEY=KEY, MY_TOKEN=KEY)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 3
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_is_online_only_with_a_key_and_a_server(tmp_path: Path) -> None:
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    def mode(address: str, **variables: str) -> str:
+        program = f"print(WandB({str(tmp_path)!r})._mode())"
+        return python(program, WANDB_BASE_URL=address, **variables).strip()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert mode(address) == "offline"
+        assert mode(address, WANDB_API_KEY=KEY) == "online"  # an error is an answer
+        assert mode(address, WANDB_API_KEY=KEY, WANDB_MODE="offline") == "offline"
+        login = f"machine 127.0.0.1:{server.server_port}\n  login user\n  password {KEY}\n"
+        (tmp_path / "netrc").write_text(login)
+        assert mode(address) == "online"
+        server.shutdown()
+    assert mode(address) == "offline"
+    assert mode(address, WANDB_MODE="online") == "online"  # as the user wants it
