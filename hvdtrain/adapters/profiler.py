@@ -30,11 +30,7 @@ class Profiler(ABC):
 
     @abstractmethod
     def stop(self, path: Path) -> None:
-        """Stop recording, and write a gzipped trace in Chrome's JSON format.
-
-        Raises:
-            OSError, RuntimeError: it cannot be written.
-        """
+        """Stop recording, and write a gzipped trace in Chrome's JSON format."""
 
 
 def rank_facts(world: World, strategy: str) -> dict[str, object]:

@@ -111,8 +111,10 @@ TRACKERS = ("wandb", "mlflow", "tensorboard")  # names of packages and of extras
 
 
 def tracker(value: str) -> str:
-    """Read ``NAME`` or ``NAME=WHERE``."""
+    """Read ``NAME`` or ``NAME=WHERE``; a password is refused, since others see the command line."""
     name, equals, where = value.partition("=")
+    if re.search(r"//[^/]*:[^/]*@", where):
+        raise ValueError("a URI with a password belongs in the variable MLFLOW_TRACKING_URI")
     if name not in TRACKERS or bool(equals) != bool(where):
         raise ValueError(f"{value!r} is not NAME or NAME=WHERE, with {', '.join(TRACKERS)} as NAME")
     return value

@@ -21,6 +21,7 @@ from hvdtrain.steps.summary import Saves, Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.training.plan import Session, training_origin
+from hvdtrain.training.tracking import new_training_id
 
 
 @dataclass
@@ -37,6 +38,7 @@ class TrainState:
     skipped: int = 0  # number of updates skipped since the start: gradients were not finite
     # Start of each global batch that is skipped after a rollback: [epoch, consumed].
     left_out: list[list[int]] = field(default_factory=list)
+    training_id: str = field(default_factory=new_training_id)  # for trackers
 
 
 @dataclass(frozen=True)

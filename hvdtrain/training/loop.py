@@ -238,7 +238,9 @@ class TrainingLoop:
         self.pending.append((part, loss))
         if self.now.step % self.read_every == 0 or self.now.step % self.log_every == 0:
             self._read_losses(in_step=True)
-        recorded = self.profile.leave(self.now.step) | self.timeline.leave(self.now.step)
+        pauses = part.end.epoch > part.start.epoch or self._finished() is not None
+        profiled = self.profile.leave(self.now.step, pauses=pauses)
+        recorded = self.timeline.leave(self.now.step) or profiled
         self.clock.step(
             part.global_count,
             counts=not (self._compiles(part) | recorded),

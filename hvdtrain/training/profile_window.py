@@ -43,20 +43,21 @@ class ProfileWindow:
         if not self._open and self.first <= step < self.end and self.recorded is None:
             self._open, self.recorded = True, str(self.folder)
             if self._is_profiled:
-                self._profiler = self.adapter.start_profiler()
-                mark = self._profiler.mark
-                self.adapter.waits.mark = lambda call: mark(COMMUNICATION + call)
+                self._start()
         if self._number != step + 1:  # also if an update is repeated
             self._begin(step + 1)
 
-    def leave(self, step: int) -> bool:
+    def leave(self, step: int, *, pauses: bool = False) -> bool:
         """Stop the profiler after the window's last update; return whether ``step`` was in it.
 
-        All ranks wait for the traces: the time counts for this update.
+        ``pauses``: an evaluation or the end of the training follows, which belong to no update. All
+        ranks wait for the traces: the time counts for this update.
         """
         if not self._open:
             return False
-        if step < self.end:
+        if step < self.end and pauses:
+            self._span.close()
+        elif step < self.end:
             self._begin(step + 1)  # with the wait for its batch
         else:
             self._stop()
@@ -72,6 +73,15 @@ class ProfileWindow:
             self._stop()
         elif self.end and self.recorded is None and self.adapter.world.is_writer:
             log.warning("--profile %d:%d: no such update was made", self.first, self.end)
+
+    def _start(self) -> None:
+        try:
+            self._profiler = self.adapter.start_profiler()
+        except Exception as error:  # of the framework, e.g. if the user's task profiles, too
+            log.warning("--profile: rank %d: %s", self.adapter.world.rank, error)
+            return
+        mark = self._profiler.mark
+        self.adapter.waits.mark = lambda call: mark(COMMUNICATION + call)
 
     def _begin(self, number: int) -> None:
         """End the span of an update, and begin that of the next."""
@@ -92,6 +102,6 @@ class ProfileWindow:
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.stop(partial)
             partial.replace(self.file)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # of the framework or the file system
             log.warning("--profile: %s cannot be written: %s", self.file, error)
             partial.unlink(missing_ok=True)

@@ -281,19 +281,16 @@ class Progress:
             self._summary.close()
         self._trackers.close(summary, self.message)
 
-    def close(self) -> None:
-        """Stop the output of a training that may have failed; does nothing after ``end``."""
-        self.stop()
-        self._trackers.close(None)
-
     def _record(self, kind: str, record: Figures) -> None:
         if self._lines:
             self._lines.append(json.dumps({"kind": kind, **nan_to_null(record)}).encode() + b"\n")
         self._trackers.write(kind, record)
 
 
-def progress_of(session: Session) -> Progress:
+def progress_of(session: Session, training_id: str = "", step: int = 0) -> Progress:
     """Return the progress output of this rank, which opens its files; all ranks must call it.
+
+    A training that is resumed has done ``step`` updates; see ``open_trackers``.
 
     Raises:
         UsageError: on every rank: a file cannot be written, or a tracker cannot be started.
@@ -305,7 +302,7 @@ def progress_of(session: Session) -> Progress:
             session.workload.unit,
             speed_only=bool(session.task.speed_only),
             writes=writes,
-            trackers=open_trackers(session) if writes else None,
+            trackers=open_trackers(session, training_id, step) if writes else None,
         )
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "mpi4py
 # Those that tune a run; mpirun itself sets many more.
 OPEN_MPI = tuple(f"OMPI_MCA_{name}" for name in ("btl", "coll", "mpi_yield_when_idle", "pml"))
 VARIABLES = ("FI_", "HOROVOD_", "NCCL_", "OMP_", "UCX_", *OPEN_MPI)
+SECRET = re.compile("CREDENTIAL|KEY|PASS|SECRET|TOKEN")  # in the name of a variable
 
 
 def non_default_options(options: Options) -> dict[str, object]:
@@ -133,6 +135,7 @@ def environment(world: World) -> dict[str, object]:
             name: value
             for name, value in sorted(os.environ.items())
             if name.startswith(VARIABLES)
+            and not SECRET.search(name)
             and name != elastic.ADDRESS  # it contains the job's secret
         },
         "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

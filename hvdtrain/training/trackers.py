@@ -5,10 +5,10 @@ Their packages are imported by the constructors. ``tracking`` calls them in thre
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
-import netrc
 import os
 import re
 import sys
@@ -28,8 +28,10 @@ Figures = Mapping[str, Any]
 """Figures of a log interval or an epoch, by key of ``--metrics``."""
 
 ANSWER = 3.0  # seconds for the server of Weights & Biases to answer
-LONGEST = 500  # characters of a value; MLflow's limit in its oldest servers
+LONGEST_VALUE = 500  # characters; MLflow's limit in its oldest servers
+LONGEST_NAME = 80  # characters; MLflow's names are those of files
 MOST_METRICS, MOST_NAMES = 1000, 100  # of a request to MLflow
+TRAINING = "training"  # MLflow's tag with the identity of the training
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class RunFacts:
     name: str
     parameters: Figures
     environment: Figures
+    training_id: str  # a resumed training has that of the run before
+    step: int = 0  # number of updates done before
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,20 @@ class LogEntry:
     def numbers(self) -> dict[str, float]:
         """The measured values, by the name of their curve."""
         return {
-            f"{self.kind}/{name}": value
+            f"{self.kind}/{plain_name(name)}": value
             for name, value in self.figures.items()
             if isinstance(value, float) and math.isfinite(value)
         }
+
+
+def plain_name(name: str) -> str:
+    """Return a name of a user's metric, option or file as all trackers accept it."""
+    return re.sub(r"[^\w.\- ]|^\.+$", "_", name)[:LONGEST_NAME]
+
+
+def without_password(text: str) -> str:
+    """Return ``text`` without the user names and passwords of the URIs in it."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 class Tracker(ABC):
@@ -90,6 +104,8 @@ class WandB(Tracker):
     def __init__(self, where: str) -> None:
         import wandb
 
+        if "prompt" not in inspect.signature(wandb.login).parameters:
+            raise ImportError(f"wandb {wandb.__version__} is too old: pip install --upgrade wandb")
         self._wandb: Any = wandb
         self._folder = Path(where)
         self._folder.mkdir(parents=True, exist_ok=True)  # else it would write to another one
@@ -97,45 +113,34 @@ class WandB(Tracker):
 
     @override
     def start(self, facts: RunFacts) -> None:
-        mode = os.environ.get("WANDB_MODE") or ("online" if self._has_server() else "offline")
+        mode = self._mode()
         if mode == "offline":  # nothing at all is sent
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        # The run must neither replace the standard streams nor end the training when a user stops
-        # it in the browser, for which Weights & Biases interrupts the main thread.
-        settings = {"console": "off", "silent": True, "stop_fn": lambda: None}
-        known = self._wandb.Settings.model_fields
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", facts.project),
+            id=os.environ.get("WANDB_RUN_ID", facts.training_id),
+            resume=os.environ.get("WANDB_RESUME", "allow"),
             dir=self._folder,
             mode=mode,
             config={**facts.parameters, "environment": dict(facts.environment)},
-            settings={name: value for name, value in settings.items() if name in known},
+            # The run must neither replace the standard streams nor end the training when a user
+            # stops it in the browser, for which Weights & Biases interrupts the main thread.
+            settings={"console": "off", "silent": True, "stop_fn": lambda: None},
         )
         self._run.define_metric("*", step_metric="step")
-        if mode == "offline":
+        if self._run.offline:
             folder = self._run.settings.sync_dir
             self.note = f"wandb: offline run in {folder}; upload it with: wandb sync {folder}"
-        else:
+        elif self._run.url:
             self.note = f"wandb: {self._run.url}"
 
-    def _has_server(self) -> bool:
-        """Return whether there is an API key, and the server answers."""
-        import urllib.error
-        import urllib.parse
-        import urllib.request
-
-        settings = self._wandb.setup().settings
-        address = urllib.parse.urlsplit(settings.base_url)
-        key = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
-        if not (key or _has_password(address.hostname or "")):
-            return False
-        try:
-            urllib.request.urlopen(settings.base_url, timeout=ANSWER).close()
-        except urllib.error.HTTPError:
-            return True  # an answer, too
-        except (OSError, ValueError):
-            return False
-        return True
+    def _mode(self) -> str:
+        """Return the user's mode; by default online if there is a key and the server answers."""
+        settings = self._wandb.setup(self._wandb.Settings(silent=True)).settings
+        if "WANDB_MODE" in os.environ or settings.mode != "online":
+            return str(settings.mode)
+        has_key = self._wandb.login(prompt=False, verify=False)
+        return "online" if has_key and _answers(settings.base_url) else "offline"
 
     @override
     def write(self, records: Sequence[LogEntry]) -> None:
@@ -152,13 +157,18 @@ class WandB(Tracker):
         self._wandb.teardown(exit_code=code)
 
 
-def _has_password(host: str) -> bool:
-    """Return whether the user's netrc file, in which `wandb login` saves keys, has one."""
+def _answers(address: str) -> bool:
+    """Return whether there is a server, even if its answer is an error."""
+    import urllib.error
+    import urllib.request
+
     try:
-        file = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc")
-    except (OSError, RuntimeError, netrc.NetrcParseError):
+        urllib.request.urlopen(address, timeout=ANSWER).close()
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
         return False
-    return host in file.hosts
+    return True
 
 
 class MLflow(Tracker):
@@ -166,44 +176,62 @@ class MLflow(Tracker):
 
     def __init__(self, where: str) -> None:
         self._address = where
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         if is_local(where):
             # The file store needs no database package, but in new versions this permission.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         import mlflow.entities
+        import mlflow.exceptions
         import mlflow.tracking
 
         # A line for each of its tries to reach a server would not help anyone.
         logging.getLogger("urllib3").setLevel(logging.ERROR)
-        self._entities: Any = mlflow.entities
+        self._mlflow: Any = mlflow
         self._client: Any = mlflow.tracking.MlflowClient(tracking_uri=self._address)
         self._run = ""
 
     @override
     def start(self, facts: RunFacts) -> None:
+        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", facts.project))
         known: Mapping[str, str] = {}
-        if run := os.environ.get("MLFLOW_RUN_ID"):  # which is continued, e.g. after a preemption
-            self._run, known = run, self._client.get_run(run).data.params
+        if run := os.environ.get("MLFLOW_RUN_ID") or self._earlier_run(experiment, facts):
+            known = self._client.get_run(run).data.params
             self._client.update_run(run, status="RUNNING")
         else:
-            project = os.environ.get("MLFLOW_EXPERIMENT_NAME", facts.project)
-            experiment = self._client.get_experiment_by_name(project)
-            number = experiment and experiment.experiment_id
-            number = number or self._client.create_experiment(project)
-            self._run = self._client.create_run(number, run_name=facts.name).info.run_id
-        tag, parameter = self._entities.RunTag, self._entities.Param
+            tags = {TRAINING: facts.training_id}
+            new = self._client.create_run(experiment, run_name=facts.name, tags=tags)
+            run = new.info.run_id
+        self._run = run
+        tag, parameter = self._mlflow.entities.RunTag, self._mlflow.entities.Param
         for batch in _batches(flat(facts.environment), MOST_NAMES):
-            self._client.log_batch(self._run, tags=[tag(_name(k), v) for k, v in batch])
+            self._client.log_batch(run, tags=[tag(k, v) for k, v in batch])
         # Parameters of a run cannot be changed.
-        new = [(k, v) for k, v in flat(facts.parameters) if _name(k) not in known]
-        for batch in _batches(new, MOST_NAMES):
-            self._client.log_batch(self._run, params=[parameter(_name(k), v) for k, v in batch])
-        self.note = f"mlflow: run {self._run} in {re.sub('//[^@/]*@', '//', self._address)}"
+        added = [(k, v) for k, v in flat(facts.parameters) if k not in known]
+        for batch in _batches(added, MOST_NAMES):
+            self._client.log_batch(run, params=[parameter(k, v) for k, v in batch])
+        self.note = f"mlflow: run {run} in {without_password(self._address)}"
+
+    def _experiment(self, name: str) -> str:
+        """Create the experiment ``name`` unless it exists, and return its id."""
+        try:
+            return str(self._client.create_experiment(name))
+        except self._mlflow.exceptions.MlflowException:
+            if known := self._client.get_experiment_by_name(name):
+                return str(known.experiment_id)
+            raise
+
+    def _earlier_run(self, experiment: str, facts: RunFacts) -> str | None:
+        """Return the run of the training that is resumed, if it was recorded."""
+        if not facts.step:
+            return None
+        only = f"tags.{TRAINING} = '{facts.training_id}'"
+        runs = self._client.search_runs([experiment], only, max_results=1)
+        return str(runs[0].info.run_id) if runs else None
 
     @override
     def write(self, records: Sequence[LogEntry]) -> None:
         metrics = [
-            self._entities.Metric(_name(name), value, round(1000 * record.time), record.step)
+            self._mlflow.entities.Metric(name, value, round(1000 * record.time), record.step)
             for record in records
             for name, value in record.numbers.items()
         ]
@@ -226,34 +254,36 @@ def is_local(address: str) -> bool:
     return address.startswith("file:") or (":" not in address and address != "databricks")
 
 
-def _name(name: str) -> str:
-    return re.sub(r"[^\w.\-/ ]", "_", name)  # others MLflow refuses
-
-
 class TensorBoard(Tracker):
-    """Curves and tables in event files."""
+    """Curves and tables in event files, in a directory for each training."""
 
     def __init__(self, where: str) -> None:
         if "tensorflow" not in sys.modules:  # TensorBoard would import it, in seconds, if it can
             sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto import event_pb2
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._scalar, self._text = Event, scalar_pb, text_pb
-        self._writer = EventFileWriter(where)
-        self.note = f"tensorboard: curves in {where}"
+        self._events, self._scalar, self._text = event_pb2, scalar_pb, text_pb
+        self._new_writer, self._where = EventFileWriter, where
+        self._writer: Any = None
 
     @override
     def start(self, facts: RunFacts) -> None:
+        folder = f"{self._where}/{facts.project}-{facts.training_id}"
+        self._writer = self._new_writer(folder)
+        self.note = f"tensorboard: curves in {folder}"
+        # If an earlier run has failed, its points after ``step`` are left out.
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._writer.add_event(self._events.Event(step=facts.step + 1, session_log=start))
         self._add_table("parameters", facts.parameters)
         self._add_table("environment", facts.environment)
 
     @override
     def write(self, records: Sequence[LogEntry]) -> None:
         for record in records:
-            event = self._event(wall_time=record.time, step=record.step)
+            event = self._events.Event(wall_time=record.time, step=record.step)
             for name, value in record.numbers.items():
                 event.summary.MergeFrom(self._scalar(name, value))
             self._writer.add_event(event)
@@ -270,7 +300,7 @@ class TensorBoard(Tracker):
         rows = [f"| {name} | {value.replace('|', '&#124;')} |" for name, value in flat(values)]
         table = "\n".join(["| name | value |", "|---|---|", *rows])
         self._writer.add_event(
-            self._event(wall_time=time.time(), summary=self._text(title, table)),
+            self._events.Event(wall_time=time.time(), summary=self._text(title, table)),
         )
 
 
@@ -296,7 +326,7 @@ def flat(values: Figures, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from flat(value, f"{prefix}{name}.")
         elif value is not None:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield f"{prefix}{name}", text[:LONGEST]
+            yield plain_name(f"{prefix}{name}"), text[:LONGEST_VALUE]
 
 
 def _batches(items: Any, most: int) -> Iterator[list[Any]]:

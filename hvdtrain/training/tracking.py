@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from hvdtrain.training.trackers import (
     Tracker,
     is_local,
     name_and_address,
+    plain_name,
+    without_password,
 )
 
 log = logging.getLogger(__name__)
@@ -55,8 +58,14 @@ def check_trackers(choices: Sequence[str]) -> None:
             check_folder(Path(where.removeprefix("file:")), f"--tracker {name}={where}")
 
 
-def open_trackers(session: Session) -> Trackers:
-    """Start the trackers of a run, on the writing rank.
+def open_trackers(session: Session, training_id: str = "", step: int = 0) -> Trackers:
+    """Start the trackers of a run, on the writing rank; they end with the process at the latest.
+
+    Args:
+        session: of the run.
+        training_id: identity of the training, of which this run may continue another one; by
+            default a new one.
+        step: number of updates done before.
 
     Raises:
         UsageError: a tracker cannot be started here.
@@ -65,11 +74,18 @@ def open_trackers(session: Session) -> Trackers:
     if not choices:
         return Trackers()
     check_trackers(choices)  # also those of ranks that a launcher does not report
-    facts = _facts(session)
-    return Trackers([TrackerThread(choice, facts) for choice in choices])
+    facts = _facts(session, training_id or new_training_id(), step)
+    trackers = Trackers([TrackerThread(choice, facts) for choice in choices])
+    process_status.at_exit.append(lambda code: trackers.close(None))  # if the run has failed
+    return trackers
 
 
-def _facts(session: Session) -> RunFacts:
+def new_training_id() -> str:
+    """Return an identity for a training, which its checkpoints keep."""
+    return uuid.uuid4().hex[:12]
+
+
+def _facts(session: Session, training_id: str, step: int) -> RunFacts:
     options, world, name = session.options, session.adapter.world, session.workload.name
     method = {
         "framework": options.framework,
@@ -79,12 +95,16 @@ def _facts(session: Session) -> RunFacts:
         "hosts": world.hosts,
     }
     plan = dataclasses.asdict(session.plan)
-    # A URI of a tracker may contain a password.
-    chosen = {k: v for k, v in non_default_options(options).items() if k != "tracker"}
-    known = {k: v for k, v in (chosen | plan | method).items() if v is not None}
+    known = non_default_options(options) | plan | method
     here = {k: v for k, v in environment(world).items() if k != "ended"}
-    label = f"{session.plan.model} {session.adapter.name} {world.size}"
-    return RunFacts(f"hvdtrain-{name}", label, known, here)
+    return RunFacts(
+        project=plain_name(f"hvdtrain-{name}"),
+        name=f"{session.plan.model} {session.adapter.name} {world.size}",
+        parameters={k: v for k, v in known.items() if v is not None},
+        environment=here,
+        training_id=training_id,
+        step=step,
+    )
 
 
 class Trackers:
@@ -196,4 +216,5 @@ class TrackerThread(threading.Thread):
 
 def _line(error: BaseException) -> str:
     """Return type and message of an error as one short line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST]
+    message = without_password(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {message}"[:LONGEST]

@@ -121,12 +121,12 @@ def train(workload: Workload, options: Options) -> int:
     loop = TrainingLoop(session, shards, rate)
     loop.now = loop.checkpoints.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6
-    show = progress_of(session)
+    show = progress_of(session, loop.now.training_id, loop.now.step)
     loop.announce(show, device)
     try:
         return loop.run()  # steps 7 and 8, save_checkpoint and average_metrics
     finally:
-        show.close()
+        show.stop()
 
 
 def _prepare(options: Options) -> CommonAdapter:

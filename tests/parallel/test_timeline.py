@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.commands.timeline.facts import to_json
-from hvdtrain.commands.timeline.profile import beside
+from hvdtrain.commands.timeline.profile import profile_facts
 from hvdtrain.commands.timeline.verdict import analyse
 from tests.conftest import ROOT
 from tests.parallel import resident
@@ -126,7 +126,7 @@ def test_a_profile_beside_the_timeline_of_the_same_updates(framework: str, tmp_p
     assert summary["profile"] == str(folder)
     assert summary["images_per_second_mean"] > 0
     analysis = analyse(path, keeps_steps=True)[1]
-    facts = beside(folder / "rank-1.json.gz", path, analysis)
+    facts = profile_facts(folder / "rank-1.json.gz", path, analysis)
     assert facts.rank == 1
     assert [step.step for step in facts.steps] == [4, 5, 6, 7]
     # The last step of a timeline is not whole.

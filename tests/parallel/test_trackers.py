@@ -16,9 +16,17 @@ from tests.parallel.conftest import assert_bit_equal, train
 
 PROGRAM = ("-m", "hvdtrain.mnist", "--model=small", "--num-steps=20", "--log-every=1")
 RAISING = {
-    "wandb/__init__.py": "def setup():\n    raise RuntimeError('no\\nset-up')\ninit = setup\n",
+    "wandb/__init__.py": """
+Settings = dict
+
+def login(prompt):
+    raise RuntimeError("no\\nlogin")
+
+setup = init = login
+""",
     "mlflow/__init__.py": "",
     "mlflow/entities.py": "",
+    "mlflow/exceptions.py": "class MlflowException(Exception):\n    pass\n",
     "mlflow/tracking.py": """
 class MlflowClient:
     def __init__(self, tracking_uri):
@@ -33,11 +41,13 @@ HANGING = {
     "wandb/__init__.py": """
 import threading, time
 
-def setup():
+Settings = dict
+
+def login(prompt):
     threading.Thread(target=time.sleep, args=(600,)).start()
     time.sleep(600)
 
-init = setup
+setup = init = login
 """
 }
 
@@ -75,9 +85,9 @@ def test_packages_that_raise_at_each_call_change_nothing(tmp_path: Path) -> None
     outcome = run([sys.executable, *PROGRAM, *tracked], cwd=tmp_path, PYTHONPATH=path)
     assert outcome.code == 0
     assert sorted(outcome.said) == [
-        "hvdtrain: --tracker mlflow: OSError: get_experiment_by_name: the server is on fire; the "
+        "hvdtrain: --tracker mlflow: OSError: create_experiment: the server is on fire; the "
         "run continues without it",
-        "hvdtrain: --tracker wandb: RuntimeError: no set-up; the run continues without it",
+        "hvdtrain: --tracker wandb: RuntimeError: no login; the run continues without it",
     ]
 
 

@@ -33,6 +33,7 @@ from hvdtrain.system.output.text import duration, printable
 LARGEST = 2**30  # bytes of a profile without compression
 ROWS = 40  # of the table
 OPERATION, KERNEL = "cpu_op", "kernel"  # categories of events
+ON_GPU = "gpu_user_annotation"  # category of copies of spans, for the kernels started in them
 STEP = re.compile(r"ProfilerStep#(\d+)")
 BLOCKED = "communication: "  # beginning of the spans of hvdtrain's trainers
 COLLECTIVE = re.compile(r"nccl|gloo:|mpi:|c10d::|Horovod(Grouped)?(All|Broadcast|Reducescatter)")
@@ -99,8 +100,8 @@ class ProfileFacts:
     steps: list[ProfiledStep]
 
 
-def beside(path: Path, timeline: Path, analysis: Analysis) -> ProfileFacts:
-    """Return the steps of the profile at ``path`` beside those of the ``timeline``.
+def profile_facts(path: Path, timeline: Path, analysis: Analysis) -> ProfileFacts:
+    """Return the steps of the profile at ``path``, with those of the ``timeline``.
 
     Raises:
         UsageError: it is no profile with steps, or of another run.
@@ -146,7 +147,7 @@ def read(path: Path) -> Profile:
 
 def _updates(profile: Profile, path: Path) -> list[_Update]:
     """Return the updates in order of time, each with the events that begin in it."""
-    events = [event for event in profile.traceEvents if event.ph == "X"]
+    events = [event for event in profile.traceEvents if event.ph == "X" and event.cat != ON_GPU]
     matches = ((event, STEP.fullmatch(event.name)) for event in events)
     updates = [_Update(int(m[1]), e.ts, e.ts + e.dur, []) for e, m in matches if m]
     if not updates:
@@ -168,7 +169,8 @@ def _step(update: _Update, match: WholeStep | None) -> ProfiledStep:
         if event.name.startswith(BLOCKED):
             blocked.append(event)
         elif COLLECTIVE.search(event.name):
-            collective.append(event)
+            if kind == OPERATION or event.cat == KERNEL:  # else it only starts a kernel
+                collective.append(event)
         elif event.cat == kind:
             computing.append(event)
     waits, messages, work = (_union(e, update.end) for e in (blocked, collective, computing))

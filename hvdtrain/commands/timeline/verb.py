@@ -9,7 +9,7 @@ from pathlib import Path
 from hvdtrain.commands.timeline import report
 from hvdtrain.commands.timeline.analyse import Recorder
 from hvdtrain.commands.timeline.facts import to_json
-from hvdtrain.commands.timeline.profile import beside
+from hvdtrain.commands.timeline.profile import profile_facts
 from hvdtrain.commands.timeline.profile import table as profile_table
 from hvdtrain.commands.timeline.read import repair
 from hvdtrain.commands.timeline.verdict import analyse
@@ -80,7 +80,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             difference = report.compare(facts, analyse(arguments.diff, span)[0])
             data["diff"] = to_json(difference)
             parts = [report.comparison(difference)]
-        profiles = [beside(path, arguments.file, analysis) for path in arguments.profile]
+        profiles = [profile_facts(path, arguments.file, analysis) for path in arguments.profile]
         tables = [profile_table(profile) for profile in profiles]
         if profiles:
             data["profiles"] = [to_json(profile) for profile in profiles]

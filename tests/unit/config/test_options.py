@@ -130,7 +130,7 @@ WRONG = {
     "--accumulate-steps": ("1e29",),
     "--framework": ("jax", ""),
     "--timeline-steps": ("9:3", "3:3", "3", "a:b", "-1:4", "1:2:3", "1.5:2", ""),
-    "--tracker": ("comet", "", "=runs", "mlflow=", "wandb,mlflow"),
+    "--tracker": ("comet", "", "=runs", "mlflow=", "wandb,mlflow", "mlflow=http://me:pass@host"),
     "--profile-ranks": ("-1", "0,", "all"),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,24 +50,30 @@ class Log(Profiler):
 class Run:
     """A training of which a window is profiled on rank 0, seen from a rank."""
 
-    def __init__(self, folder: Path, rank: int = 0, error: Exception | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int = 0,
+        error: Exception | None = None,
+        starts: Callable[[list[str], Exception | None], Profiler] = Log,
+    ) -> None:
         self.done: list[str] = []
         self.waits = Waits(rank, ["h", "h"])
         adapter: Any = SimpleNamespace(
             world=SimpleNamespace(rank=rank, is_writer=rank == 0),
             communicator=SimpleNamespace(wait_for_all=lambda: self.done.append("all")),
             waits=self.waits,
-            start_profiler=lambda: Log(self.done, error),
+            start_profiler=lambda: starts(self.done, error),
         )
         options = Options(profile=(2, 4), profile_dir=folder / "traces", profile_ranks=(0, 5))
         self.window = ProfileWindow(options, cast(CommonAdapter, adapter))
         self.recorded: list[int] = []
 
-    def update(self, step: int) -> None:
+    def update(self, step: int, *, pauses: bool = False) -> None:
         self.window.enter(step)
         with self.waits.during(SUM):
             self.done.append(f"({step + 1})")
-        if self.window.leave(step + 1):
+        if self.window.leave(step + 1, pauses=pauses):
             self.recorded.append(step + 1)
 
 
@@ -93,6 +99,15 @@ def test_other_ranks_exclude_the_same_updates_and_wait(tmp_path: Path) -> None:
     assert " ".join(run.done) == "(1) (2) (3) (4) all (5) (6)"
     assert run.recorded == [3, 4]
     assert not list(tmp_path.iterdir())
+
+
+def test_an_evaluation_is_in_no_span(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.update(2, pauses=True)
+    run.done.append("evaluation")
+    run.update(3)
+    spans = [word for word in run.done if word.strip("<>").isdigit() or word == "evaluation"]
+    assert " ".join(spans) == "<3 3> evaluation <4 4>"
 
 
 def test_a_resumed_training_within_the_window(tmp_path: Path) -> None:
@@ -137,7 +152,23 @@ def test_a_window_that_was_missed_is_reported(
     assert run.window.recorded is None
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("Trace is empty")])
+def test_a_profiler_that_does_not_start_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(done: list[str], error: Exception | None) -> Profiler:
+        raise RuntimeError("another one is running")
+
+    run = Run(tmp_path, starts=start)
+    for step in range(6):
+        run.update(step)
+    run.window.close()
+    assert " ".join(run.done) == "(1) (2) (3) (4) all (5) (6)"
+    (record,) = caplog.records
+    assert record.getMessage() == "--profile: rank 0: another one is running"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("no trace")])
 def test_a_trace_that_cannot_be_written_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:

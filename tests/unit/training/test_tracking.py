@@ -15,7 +15,7 @@ import pytest
 from typing_extensions import override
 
 from hvdtrain.config.options import Options
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import EXIT_FAILURE, UsageError
 from hvdtrain.steps.summary import Stopped, Summary
 from hvdtrain.steps.world import World
 from hvdtrain.system.runtime.exit import process_status
@@ -24,7 +24,13 @@ from hvdtrain.training.plan import Session, TrainingPlan
 from hvdtrain.training.trackers import LogEntry, RunFacts, Tracker, flat, name_and_address
 from hvdtrain.training.tracking import Trackers, TrackerThread, check_trackers, open_trackers
 
-FACTS = RunFacts("hvdtrain-mnist", "small single 1", {"lr": 0.1}, {"python": "3.11"})
+FACTS = RunFacts(
+    project="hvdtrain-mnist",
+    name="small single 1",
+    parameters={"lr": 0.1},
+    environment={"python": "3.11"},
+    training_id="0123456789ab",
+)
 STEP = {"step": 20, "epoch": 1, "loss": 0.25, "learning_rate": 0.1, "gpu_busy": float("nan")}
 EPOCH = {"step": 30, "epoch": 1, "loss": None, "eval_accuracy": 0.5, "eval_samples": 297}
 SUMMARY = Summary(workload="mnist", steps_completed=30, train_loss=0.125, stopped=Stopped.FINISHED)
@@ -226,7 +232,7 @@ def test_a_directory_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
             check_trackers([f"tensorboard={path}"])
 
 
-def session(**options: Any) -> Session:
+def session(name: str = "mnist", **options: Any) -> Session:
     plan = TrainingPlan(
         model="small",
         global_batch=32,
@@ -245,7 +251,7 @@ def session(**options: Any) -> Session:
     )
     world = World(rank=0, size=2, local_rank=0, local_size=2, host="h", hosts=1)
     parts = {
-        "workload": SimpleNamespace(name="mnist"),
+        "workload": SimpleNamespace(name=name),
         "options": Options(**options),
         "plan": plan,
         "adapter": SimpleNamespace(name="horovod", world=world),
@@ -254,20 +260,50 @@ def session(**options: Any) -> Session:
     return cast(Session, SimpleNamespace(**parts))
 
 
-def test_the_parameters_are_options_and_plan_without_a_password(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    """A notebook that ``open_trackers`` opens as MLflow."""
     notebook = Notebook()
     monkeypatch.setattr(tracking, "TRACKERS", {"mlflow": lambda where: notebook})
     monkeypatch.setattr(tracking, "check_trackers", lambda choices: None)
-    open_trackers(session(tracker=("mlflow=http://me:secret@host",), seed=7)).close(SUMMARY)
-    facts = notebook.calls[0][1]
-    assert (facts.project, facts.name) == ("hvdtrain-mnist", "small horovod 2")
-    assert "secret" not in str(facts)
+    monkeypatch.setattr(process_status, "at_exit", [])
+    return notebook
+
+
+def test_the_facts_of_a_run(notebook: Notebook) -> None:
+    options: Any = {"tracker": ("mlflow=here",), "seed": 7}
+    open_trackers(session("my task#1", **options), "0123456789ab", step=40).close(SUMMARY)
+    open_trackers(session(**options)).close(SUMMARY)
+    facts, other = (value for call, value in notebook.calls if call == "start")
+    assert (facts.project, facts.name) == ("hvdtrain-my task_1", "small horovod 2")
+    assert (facts.training_id, facts.step, other.step) == ("0123456789ab", 40, 0)
+    assert len(other.training_id) == 12 and other.training_id != facts.training_id
     expected = {"seed": 7, "model": "small", "global_batch": 32, "lr": 0.0125, "world_size": 2}
     assert expected.items() <= facts.parameters.items()
     assert "num_steps" not in facts.parameters
     assert facts.environment["host"] == "h" and "ended" not in facts.environment
+
+
+def test_a_process_that_fails_ends_the_run(notebook: Notebook) -> None:
+    run = open_trackers(session(tracker=("mlflow",)))
+    run.write("step", STEP)
+    process_status.act(EXIT_FAILURE)
+    assert notebook.calls[1:] == [("write", [("step", 20)]), ("close", None)]
+    run.close(SUMMARY)
+    assert len(notebook.calls) == 3
+
+
+def test_a_password_is_not_shown(
+    opened: Callable[[Notebook], Trackers], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refused(Notebook):
+        @override
+        def start(self, facts: RunFacts) -> None:
+            raise ConnectionError("https://me:pass@host/x")
+
+    opened(Refused()).close(SUMMARY)
+    assert "ConnectionError: https://host/x;" in caplog.text
+    assert "pass" not in caplog.text
 
 
 def test_a_package_that_refuses_to_start_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:

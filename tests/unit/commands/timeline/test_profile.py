@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.commands.timeline import profile
-from hvdtrain.commands.timeline.profile import ProfileFacts, beside, table
+from hvdtrain.commands.timeline.profile import ProfileFacts, profile_facts, table
 from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import UsageError
 from tests.timelines import EPOCH, straggling
@@ -43,7 +43,7 @@ def steps_of(timeline: Path) -> list[tuple[float, float]]:
 
 
 def read(path: Path, timeline: Path) -> ProfileFacts:
-    return beside(path, timeline, analyse(timeline, keeps_steps=True)[1])
+    return profile_facts(path, timeline, analyse(timeline, keeps_steps=True)[1])
 
 
 def test_each_update_has_the_step_that_begins_in_it(timeline: Path, tmp_path: Path) -> None:
@@ -82,6 +82,17 @@ def test_each_update_has_the_step_that_begins_in_it(timeline: Path, tmp_path: Pa
             20,
         ),
         ([("gemm", 10, 30, "kernel"), ("communication: x", 0, 50)], 30, 20),
+        # What only starts a kernel, and the copies of spans for the kernels started in them.
+        (
+            [
+                ("gemm", 10, 30, "kernel"),
+                ("nccl:all_reduce", 50, 5),
+                ("communication: x", 60, 20, "gpu_user_annotation"),
+                ("ProfilerStep#1", 5, 70, "gpu_user_annotation"),
+            ],
+            30,
+            0,
+        ),
         # What begins in an update counts in it, up to its end.
         ([("a", 90, 50), ("b", -10, 5), ("c", 100, 5)], 10, 0),
     ],
