@@ -10,6 +10,7 @@ from hvdtrain.collectives.base import SingleRank
 from hvdtrain.commands.launch import environment_host
 from hvdtrain.commands.launch.environment import Archive, pack
 from hvdtrain.commands.launch.environment_copy import copy_folder
+from hvdtrain.errors import HvdtrainError
 
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 PACKAGES = f"lib/{PYTHON}/site-packages"
@@ -34,7 +35,11 @@ def make_editable(prefix: Path, project: Path) -> None:
 
 def stage(archive: Archive, directory: Path, job: str = "job") -> str:
     """Make a copy in one process without MPI; return why that failed."""
-    return environment_host.stage(SingleRank(), archive, directory, job)
+    try:
+        environment_host.stage(SingleRank(), archive, directory, job)
+    except HvdtrainError as error:
+        return str(error)
+    return ""
 
 
 def staged(prefix: Path, folder: Path, job: str = "job") -> Path:

@@ -103,10 +103,11 @@ class LocalCopy:
         """Remove the folders that are not locked, and of which no job is about to start ranks."""
         reserved = set()
         for path in self._root.glob(f"*{JOB}*"):
-            if time.time() - path.lstat().st_mtime < START:
-                reserved.add(path.name.partition(JOB)[0])
-            else:
-                path.unlink()
+            with contextlib.suppress(FileNotFoundError):  # a rank has started
+                if time.time() - path.lstat().st_mtime < START:
+                    reserved.add(path.name.partition(JOB)[0])
+                else:
+                    path.unlink()
         for path in self._root.iterdir():
             if path.is_dir() and path.name not in reserved:
                 _remove(path)

@@ -21,76 +21,25 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Self
+from typing import Self, TypeVar
 
 import numpy as np
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.commands.launch.environment import BASE, CONFIG, ERROR, HOME, Archive
 from hvdtrain.commands.launch.environment_copy import LocalCopy
-from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
+Result = TypeVar("Result")
 PIECE = 2**20  # bytes sent at a time; a pipe holds as much, so that a host unpacks meanwhile
 MARGIN = 1.1  # of the size: files occupy whole blocks
 PROGRAMS = ("flock", "tar")  # which a host needs
 SHOWN = 200  # characters of tar's message
-
-
-class Host:
-    """The copy on this host, with the first error."""
-
-    def __init__(self, archive: Archive, directory: Path, job: str) -> None:
-        self.copy = LocalCopy(archive.digest, directory, job)
-        self.error = ""
-        self.archive = archive
-
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Keep an error: the other hosts wait for this one."""
-        try:
-            yield
-        except (OSError, UsageError) as error:
-            reason = str(error)
-            if isinstance(error, OSError) and error.strerror:
-                reason = f"{error.filename or self.copy.folder.parent}: {error.strerror}"
-            self.error = self.error or reason
-
-    def reserve(self) -> bool:
-        """Return whether the copy is missing here.
-
-        Raises:
-            UsageError: it is, and cannot be made.
-        """
-        if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
-            raise UsageError(f"{missing[0]} is missing: install util-linux and tar")
-        if not self.copy.reserve():
-            return False
-        folder = self.copy.folder.parent
-        needed, free = int(MARGIN * self.archive.size), shutil.disk_usage(folder).free
-        if free < needed:
-            raise UsageError(f"{size(needed)} are needed in {folder}, {size(free)} are free")
-        if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-            raise UsageError(f"{folder} is on a file system without execution (noexec)")
-        return True
-
-    def publish(self, sha256: str) -> None:
-        """Complete the copy, if the archive that was received has this checksum.
-
-        Raises:
-            UsageError: it has another one.
-        """
-        assert self.copy.part
-        if sha256 != self.archive.sha256:
-            raise UsageError(f"{self.archive.path} is damaged, or arrived damaged: remove it")
-        config = self.copy.part / CONFIG
-        if (self.copy.part / BASE).is_dir():
-            home = f"{self.copy.folder / BASE / 'bin'}"
-            config.write_text(HOME.sub(lambda match: match[1] + home, config.read_text()))
-        self.copy.publish()
 
 
 class Unpacking:
@@ -134,65 +83,122 @@ class Unpacking:
             raise OSError(message[:SHOWN] or f"tar ended with code {self._tar.returncode}")
 
 
+def reserve(copy: LocalCopy, archive: Archive) -> bool:
+    """Return whether the copy is missing here.
+
+    Raises:
+        UsageError: it is, and cannot be made.
+    """
+    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
+        raise UsageError(f"{missing[0]} is missing: install util-linux and tar")
+    if not copy.reserve():
+        return False
+    folder = copy.folder.parent
+    needed, free = int(MARGIN * archive.size), shutil.disk_usage(folder).free
+    if free < needed:
+        raise UsageError(f"{size(needed)} are needed in {folder}, {size(free)} are free")
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise UsageError(f"{folder} is on a file system without execution (noexec)")
+    return True
+
+
 def distribute(
-    communicator: Communicator, host: Host, file: IO[bytes] | None, *, missing: bool
-) -> None:
-    """Broadcast the archive, and unpack it on this host if the copy is missing.
+    communicator: Communicator,
+    length: int,
+    file: BufferedReader | None,
+    unpacking: Unpacking | None,
+) -> str:
+    """Broadcast an archive, and unpack it; return the SHA-256 of what was received.
 
     Args:
         communicator: a process per host.
-        host: this one.
-        file: the archive, on rank 0.
-        missing: whether the copy is missing here.
+        length: its bytes.
+        file: its content, on rank 0.
+        unpacking: on hosts without a copy.
     """
-    digest, left = hashlib.sha256(), host.archive.size
+    digest = hashlib.sha256()
+    for start in range(0, length, PIECE):
+        piece = np.zeros(min(length - start, PIECE), np.uint8)
+        if file:  # what cannot be read stays zero: the checksum will be another
+            with contextlib.suppress(OSError):
+                file.readinto(piece.data)
+        content = communicator.broadcast(piece).tobytes()
+        digest.update(content)
+        if unpacking:
+            unpacking.write(content)
+    return digest.hexdigest()
+
+
+def publish(copy: LocalCopy, archive: Archive, sha256: str) -> None:
+    """Complete the copy, if the archive that was received has this checksum.
+
+    Raises:
+        UsageError: it has another one.
+    """
+    assert copy.part
+    if sha256 != archive.sha256:
+        raise UsageError(f"{archive.path} is damaged, or arrived damaged: remove it")
+    if (copy.part / BASE).is_dir():
+        config, home = copy.part / CONFIG, f"{copy.folder / BASE / 'bin'}"
+        config.write_text(HOME.sub(lambda match: match[1] + home, config.read_text()))
+    copy.publish()
+
+
+def stage(communicator: Communicator, archive: Archive, directory: Path, job: str) -> None:
+    """Make a copy on each host without one.
+
+    Raises:
+        HvdtrainError: on all hosts, after no copy is left: that failed on one.
+    """
+    copy = LocalCopy(archive.digest, directory, job)
+    file: BufferedReader | None = None
+    unpacking: Unpacking | None = None
+
+    def begin() -> bool:
+        nonlocal file, unpacking
+        if communicator.is_root:
+            file = stack.enter_context(archive.path.open("rb"))
+        if reserve(copy, archive) and copy.part:
+            unpacking = stack.enter_context(Unpacking(copy.part))
+        return unpacking is not None
+
+    def end() -> None:
+        if unpacking:
+            unpacking.finish()
+            publish(copy, archive, sha256)
+
     with contextlib.ExitStack() as stack:
-        unpacking = None
-        with host.reporting():
-            if missing and host.copy.part:
-                unpacking = stack.enter_context(Unpacking(host.copy.part))
-        while left:
-            content = b""
-            with host.reporting():
-                content = file.read(min(left, PIECE)) if file else b""
-            # Zeros instead of what cannot be read: the checksum will be another.
-            piece = np.zeros(min(left, PIECE), np.uint8)
-            piece[: len(content)] = np.frombuffer(content, np.uint8)
-            content = communicator.broadcast(piece).tobytes()
-            digest.update(content)
-            if unpacking:
-                unpacking.write(content)
-            left -= len(content)
-        with host.reporting():
-            if unpacking:
-                unpacking.finish()
-                host.publish(digest.hexdigest())
+        try:
+            missing = agreed(communicator, begin)
+            if any(communicator.gather_json(missing)):
+                sha256 = distribute(communicator, archive.size, file, unpacking)
+                agreed(communicator, end)
+        except HvdtrainError:
+            with contextlib.suppress(OSError, UsageError):
+                copy.release()
+            raise
 
 
-def stage(communicator: Communicator, archive: Archive, directory: Path, job: str) -> str:
-    """Make a copy on each host without one; return why that failed."""
-    host, missing = Host(archive, directory, job), False
-    with contextlib.ExitStack() as stack:
-        file = None
-        with host.reporting():
-            if communicator.is_root:
-                file = stack.enter_context(archive.path.open("rb"))
-            missing = host.reserve()
-        state = communicator.gather_json([missing, host.error])
-        if any(lacks for lacks, _ in state) and not any(error for _, error in state):
-            distribute(communicator, host, file, missing=missing)
-    error = _first(communicator.gather_json([os.uname().nodename, host.error]))
-    if error:
-        with host.reporting():
-            host.copy.release()
-    return error
+def agreed(communicator: Communicator, action: Callable[[], Result]) -> Result:
+    """Return the result of an action on this host, which all hosts do.
 
-
-def _first(rows: list[list[str]]) -> str:
-    """Return the first of the errors by host, and on how many others there are some."""
-    failed = [f"host {name}: {error}" for name, error in rows if error]
-    more = f" (and {plural(len(failed) - 1, 'more host')})" if len(failed) > 1 else ""
-    return f"{failed[0]}{more}" if failed else ""
+    Raises:
+        HvdtrainError: on all hosts: it failed on one.
+    """
+    error = ""
+    try:
+        result = action()
+    except UsageError as failure:
+        error = str(failure)
+    except OSError as failure:
+        reason = failure.strerror or str(failure)
+        error = f"{failure.filename}: {reason}" if failure.filename else reason
+    rows = communicator.gather_json([os.uname().nodename, error])
+    failed = [f"host {name}: {text}" for name, text in rows if text]
+    if failed:
+        more = f" (and {plural(len(failed) - 1, 'more host')})" if len(failed) > 1 else ""
+        raise HvdtrainError(f"{failed[0]}{more}")
+    return result
 
 
 def main(arguments: list[str]) -> int:
@@ -207,14 +213,16 @@ def main(arguments: list[str]) -> int:
     communicator = Mpi4py()
     try:
         with termination_as_interrupt():
-            error = stage(communicator, archive, Path(directory), job)
+            stage(communicator, archive, Path(directory), job)
+    except HvdtrainError as error:
+        if communicator.is_root:
+            sys.stdout.write(f"{ERROR}{error}\n")
+        return EXIT_FAILURE
     except BaseException:
         traceback.print_exc()
         communicator.world.Abort(EXIT_FAILURE)  # the others would wait for ever
         raise
-    if error and communicator.is_root:
-        sys.stdout.write(f"{ERROR}{error}\n")
-    return EXIT_FAILURE if error else EXIT_OK
+    return EXIT_OK
 
 
 if __name__ == "__main__":

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
+from hvdtrain.collectives.base import SingleRank
 from hvdtrain.commands.launch.environment import pack
-from hvdtrain.commands.launch.environment_host import _first
+from hvdtrain.commands.launch.environment_host import agreed
+from hvdtrain.errors import HvdtrainError
 from tests.environments import make_environment, stage, staged
 
 
@@ -100,8 +103,16 @@ def test_an_archive_that_has_gone_is_one_line(prefix: Path, tmp_path: Path) -> N
     assert nothing_left(tmp_path)
 
 
+class ManyHosts(SingleRank):
+    """Four processes, of which others have failed."""
+
+    @override
+    def gather_json(self, value: Any, kind: Any = Any) -> list[Any]:
+        return [value, ["b", "full"], ["c", "full"], ["d", "full"]]
+
+
 def test_the_errors_of_many_hosts_are_one() -> None:
-    rows = [["a", ""], ["b", "full"], ["c", "full"], ["d", "full"]]
-    assert _first(rows) == "host b: full (and 2 more hosts)"
-    assert _first(rows[:2]) == "host b: full"
-    assert _first(rows[:1]) == ""
+    with pytest.raises(HvdtrainError, match=r"^host b: full \(and 2 more hosts\)$"):
+        agreed(ManyHosts(), lambda: None)
+    with pytest.raises(HvdtrainError, match=r": No such file or directory \(and 3 more hosts\)$"):
+        agreed(ManyHosts(), Path("/missing").stat)
