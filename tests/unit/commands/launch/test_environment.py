@@ -191,7 +191,7 @@ def test_what_arrives_changed_is_not_executed(what: str, prefix: Path, tmp_path:
     content = archive.path.read_bytes()
     changed = content.replace(b"HERE = __file__", b"HERE = 'evil!!'")
     assert changed != content
-    archive.path.write_bytes(changed if what == "changed" else content[: len(content) // 2])
+    archive.path.write_bytes(changed if what == "changed" else content[:520])
     assert "is damaged, or arrived damaged" in stage(archive, tmp_path / "local")
     assert list((tmp_path / "local").iterdir()) == []
 
