@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.ratios import SCRIPTS
-from hvdtrain.commands.launch.environment import pack
+from hvdtrain.commands.launch.environment import list_files, pack
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
 from tests.conftest import environment, until
@@ -193,9 +193,8 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=options.local) as local,
     ):
         folder = Path(name)
-        archive = pack(prefix, folder / "cache")
-        manifest = archive.manifest
-        print(f"{prefix}: {len(manifest.members):,} files, {manifest.bytes / 1e6:,.0f} MB")
+        archive, files = pack(prefix, folder / "cache"), len(list_files(prefix))
+        print(f"{prefix}: {files:,} files, {archive.size / 1e6:,.0f} MB", flush=True)
         shared = [prefix, folder / "cache"]
         base = subprocess.run(
             [str(prefix / "bin" / "python"), "-c", "import sys; print(sys.base_prefix)"],

@@ -10,6 +10,7 @@ from hvdtrain.collectives.base import SingleRank
 from hvdtrain.commands.launch import environment_host
 from hvdtrain.commands.launch.environment import Archive, pack
 from hvdtrain.commands.launch.environment_copy import copy_folder
+from hvdtrain.errors import HvdtrainError
 
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 PACKAGES = f"lib/{PYTHON}/site-packages"
@@ -23,18 +24,22 @@ def make_environment(folder: Path) -> Path:
     return folder
 
 
-def make_editable(prefix: Path, project: Path, finder: str, text: str) -> None:
-    """Add the record of an editable install, and a file by which Python finds it."""
+def make_editable(prefix: Path, project: Path) -> None:
+    """Add an editable install: its record, and the file by which Python finds it."""
     record = prefix / PACKAGES / f"{project.name}-1.dist-info"
     record.mkdir()
     url = {"dir_info": {"editable": True}, "url": f"file://{project}"}
     (record / "direct_url.json").write_text(json.dumps(url))
-    (prefix / PACKAGES / finder).write_text(text)
+    (prefix / PACKAGES / f"{project.name}.pth").write_text(f"{project}\n")
 
 
 def stage(archive: Archive, directory: Path, job: str = "job") -> str:
     """Make a copy in one process without MPI; return why that failed."""
-    return environment_host.stage(SingleRank(), archive.path, directory, job, archive.seal)
+    try:
+        environment_host.stage(SingleRank(), archive, directory, job)
+    except HvdtrainError as error:
+        return str(error)
+    return ""
 
 
 def staged(prefix: Path, folder: Path, job: str = "job") -> Path:
@@ -42,4 +47,4 @@ def staged(prefix: Path, folder: Path, job: str = "job") -> Path:
     archive = pack(prefix, folder / "cache")
     error = stage(archive, folder / "local", job)
     assert not error, error
-    return copy_folder(archive.manifest.digest, folder / "local")
+    return copy_folder(archive.digest, folder / "local")

@@ -53,6 +53,7 @@ def option(
     metavar: str = "",
     repeated: bool = False,
     either: str = "",
+    bare: str = "",
 ) -> Any:
     """Return a field that is an option.
 
@@ -65,6 +66,7 @@ def option(
         metavar: its value in the help; empty: by ``kind``.
         repeated: whether it may be given several times, each value one item of a tuple.
         either: a name that it shares with the options of which at most one may be given.
+        bare: its value if it is given without one; empty: it requires one.
     """
     metadata = {
         "help": text,
@@ -74,6 +76,7 @@ def option(
         "metavar": metavar,
         "repeated": repeated,
         "either": either,
+        "bare": bare,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -133,6 +136,8 @@ def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
         settings["nargs"] = "+"
     if field.metadata["repeated"]:
         settings["action"] = "append"
+    if field.metadata["bare"]:
+        settings |= {"nargs": "?", "const": field.metadata["bare"]}
     return settings
 
 

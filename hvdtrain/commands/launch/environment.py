@@ -1,76 +1,93 @@
 """The Python environment of a job as one file: ``--stage-env``.
 
 A thousand ranks that import PyTorch open millions of files, which a shared file system serves one
-by one. So the environment is packed once, into an archive named by a digest of its files' names,
-sizes and times: the contents of all files, one after the other, and beside it a description with
-their names and the checksum. ``environment_host.py`` sends both to the hosts, which unpack small
-files six times as fast as with ``tarfile``.
+by one. So the environment is packed once, as a tar file, and unpacked in a local directory of each
+host by ``environment_host.py``.
+
+Unlike conda-pack and venv-pack, this rewrites no path in a file, since the hosts also see the
+original: a path there leads to the same content, only slower. Python itself derives the paths of
+all modules from that of its executable. For the same reason links may lead out of a copy. Only
+``pyvenv.cfg`` names the interpreter, which is copied with its standard library.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
+import json
 import logging
 import os
+import re
 import shutil
 import stat
+import tarfile
+import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from urllib.parse import unquote, urlparse
 
-import msgspec
-
-from hvdtrain.commands.launch import run_path
-from hvdtrain.commands.launch.environment_files import Change, EnvironmentFiles, list_files
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import claim_folder, lock, read_regular, replacing
+from hvdtrain.system.files import claim_folder, lock
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.system.runtime import terminal
 
 log = logging.getLogger(__name__)
 
-PIECE = 2**20  # bytes written at a time
+ERROR = "hvdtrain: --stage-env: "  # begins the line with an error of a host
+FORMAT = 3  # of archives
 FOLDER = "environments"  # in the cache
-SUFFIX = ".files"  # of archives
-OLD = 3600.0  # seconds since the last use of an archive, in which no job still reads it
+CONFIG = "pyvenv.cfg"  # of a virtual environment
+BASE = ".base"  # the interpreter of a virtual environment, in its copy
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64")  # local on every host
+CONDA_OWN = ("pkgs", "envs", "conda-bld")  # in conda's base environment: not part of it
+NO_LIBRARY = (("site-packages",), ("test",))  # beside the standard library
+HOME = re.compile(r"^(home\s*=\s*)(.*?)\s*$", re.MULTILINE)  # of the interpreter, in CONFIG
+VERSION = re.compile(r"^version(?:_info)?\s*=\s*(\d+\.\d+)", re.MULTILINE)
+AT_ONCE = 32  # files whose status is queried at a time
+RECENT = 3600.0  # seconds since the last use of an archive, in which a job may still read it
+UNUSED = 30 * 86400.0  # seconds since the last use of an archive that nobody needs
 
-
-class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A file of an environment."""
-
-    name: str
-    size: int
-    mode: int
-    time: int  # of the last change, in seconds
+Names = tuple[str, ...]  # of a path, relative to a tree
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The description of an archive."""
+class Tree:
+    """A directory that is copied."""
 
-    digest: str
-    prefix: str  # the environment
-    members: tuple[Member, ...]
-    links: dict[str, str]  # with their targets
-    bytes: int  # of all files
-    space: int  # bytes that they occupy on a disk
-    sha256: str  # of the archive
-    libraries: tuple[str, ...] = ()  # folders of the copy for LD_LIBRARY_PATH
-    prefixes: tuple[str, ...] = ()  # all paths of the environment
-    changes: tuple[Change, ...] = ()
+    root: Path  # without links
+    into: Path  # its path in the copy
+    is_copied: Callable[[Names], bool]  # otherwise the copy gets a link to the original
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file or a link of a copy."""
+
+    name: str  # its path in the copy
+    path: Path  # of the file
+    status: os.stat_result | None = None  # of the file
+    target: str = ""  # of the link
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A packed environment."""
+    """A packed environment: ``ENVIRONMENT-DIGEST-SHA256.tar``."""
 
     path: Path
-    manifest: Manifest
-    seal: str  # the SHA-256 of its description, by which hosts check what they receive
+    size: int = 0  # bytes
+
+    @property
+    def digest(self) -> str:
+        """The digest of the names, modes, sizes and times of all files."""
+        return self.path.stem.split("-")[1]
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of the archive."""
+        return self.path.stem.split("-")[2]
 
 
 def find_program(words: Sequence[str], environ: Mapping[str, str]) -> Path:
@@ -85,7 +102,7 @@ def environment_of(program: Path) -> Path:
         UsageError: it is in none.
     """
     prefix = program.parent.parent
-    if not ((prefix / "pyvenv.cfg").is_file() or (prefix / "conda-meta").is_dir()):
+    if not ((prefix / CONFIG).is_file() or (prefix / "conda-meta").is_dir()):
         raise UsageError(
             f"--stage-env: {program} is in no virtual environment and no conda environment: "
             "start the program of one, e.g. its python, or omit the option"
@@ -93,165 +110,185 @@ def environment_of(program: Path) -> Path:
     return prefix
 
 
+def editable_installs(prefix: Path) -> list[str]:
+    """Return the directories of editable installs, which ranks import from there."""
+    records = prefix.glob("lib/python*/site-packages/*.dist-info/direct_url.json")
+    contents = [json.loads(record.read_text()) for record in records]
+    installs = [item["url"] for item in contents if item.get("dir_info", {}).get("editable")]
+    return sorted(unquote(urlparse(url).path) for url in installs)
+
+
+# Which files
+
+
+def list_files(prefix: Path) -> list[Entry]:
+    """Return the files and links of a copy, sorted by name.
+
+    Raises:
+        OSError: a directory cannot be read.
+    """
+    trees = [Tree(Path(os.path.realpath(prefix)), Path(), lambda names: names[0] not in CONDA_OWN)]
+    if base := _base(prefix):
+        trees.append(base)
+    paths = [(tree, names) for tree in trees for names in _walk(tree)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        entries = list(pool.map(lambda item: _entry(item[0], item[1], trees), paths))
+    return sorted((entry for entry in entries if entry), key=lambda entry: entry.name)
+
+
+def _base(prefix: Path) -> Tree | None:
+    """Return the interpreter of a virtual environment, unless the hosts have their own."""
+    config = (prefix / CONFIG).read_text() if (prefix / CONFIG).is_file() else ""
+    home, version = HOME.search(config), VERSION.search(config)
+    root = Path(os.path.realpath(home[2])).parent if home else Path("/usr")
+    if version is None or any(root.is_relative_to(folder) for folder in SYSTEM):
+        return None
+    python = f"python{version[1]}"
+
+    def is_copied(names: Names) -> bool:
+        if names[0] == "bin":
+            return len(names) == 1 or names[1].startswith("python")
+        in_library = names[0].startswith("lib") and names[1:2] in ((), (python,))
+        return in_library and names[2:3] not in NO_LIBRARY
+
+    return Tree(root, Path(BASE), is_copied) if any(root.glob(f"lib*/{python}/os.py")) else None
+
+
+def _walk(tree: Tree, names: Names = ()) -> Iterator[Names]:
+    """Yield the paths that are not directories, or not copied."""
+    with os.scandir(tree.root.joinpath(*names)) as entries:
+        for entry in entries:
+            below = (*names, entry.name)
+            if entry.is_dir(follow_symlinks=False) and tree.is_copied(below):
+                yield from _walk(tree, below)
+            else:
+                yield below
+
+
+def _entry(tree: Tree, names: Names, trees: list[Tree]) -> Entry | None:
+    """Return an entry of the copy; None: it is no file, or is gone."""
+    name, path = Path(tree.into, *names), tree.root.joinpath(*names)
+    if not tree.is_copied(names):
+        return Entry(str(name), path, target=str(path))
+    try:
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            path = Path(os.path.realpath(path))
+            for other in trees:
+                if path.is_relative_to(other.root):
+                    inside = other.into / path.relative_to(other.root)
+                    return Entry(str(name), path, target=os.path.relpath(inside, name.parent))
+            if any(path.is_relative_to(folder) for folder in SYSTEM) or not path.is_file():
+                return Entry(str(name), path, target=str(path))
+            status = path.stat()
+        return Entry(str(name), path, status) if stat.S_ISREG(status.st_mode) else None
+    except FileNotFoundError:  # other jobs write bytecode
+        return None
+
+
+# The archive
+
+
 def pack(prefix: Path, cache: Path) -> Archive:
     """Return the archive of an environment, from the cache unless a file has changed.
 
     Raises:
-        UsageError: the environment cannot be copied, or the cache not be written.
+        UsageError: a file cannot be read, or the cache not be written.
     """
     folder = cache / FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
         claim_folder(folder, "--stage-env: ")
         with terminal.working(f"listing the files of {prefix}"):
-            contents = list_files(prefix)
-        path = folder / f"{contents.digest}{SUFFIX}"
-        if archive := _cached(path):  # also where compute nodes cannot write to the home directory
-            return archive
-        with lock(folder / "lock", "packs an environment"):
-            if archive := _cached(path):
-                return archive
-            _clear(folder, prefix)
-            _pack(contents, path)
-        return read_archive(path)
+            entries = list_files(prefix)
+        owner = _digest(f"{FORMAT} {prefix}")
+        digest = _digest("".join(f"{e.name}\0{e.target}\0{_facts(e.status)}\0" for e in entries))
+        # At first without the lock: compute nodes may not be allowed to write there.
+        path = _cached(folder, owner, digest)
+        if path is None:
+            with lock(folder / "lock", "packs an environment"):
+                path = _cached(folder, owner, digest)
+                if path is None:
+                    _clear(folder, owner)
+                    path = _pack(entries, prefix, folder, f"{owner}-{digest}")
+        return Archive(path, path.stat().st_size)
     except OSError as error:
         where = error.filename or folder
         raise UsageError(f"--stage-env: {where}: {error.strerror or error}") from error
 
 
-def _cached(path: Path) -> Archive | None:
-    """Return an archive; None: there is none, or only a part."""
-    with contextlib.suppress(UsageError):
-        archive = read_archive(path)
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:20]
+
+
+def _facts(status: os.stat_result | None) -> tuple[int, ...]:
+    """Return what changes with the content of a file.
+
+    The inode, as conda may replace a file by one of the same size and time.
+    """
+    return (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino) if status else ()
+
+
+def _cached(folder: Path, owner: str, digest: str) -> Path | None:
+    path = next(folder.glob(f"{owner}-{digest}-*.tar"), None)
+    if path:
         with contextlib.suppress(OSError):
             os.utime(path)  # see ``_clear``
-        return archive
-    return None
+    return path
 
 
-def _pack(contents: EnvironmentFiles, path: Path) -> None:
-    free = shutil.disk_usage(path.parent).free
-    if free < contents.size:
+def _clear(folder: Path, owner: str) -> None:
+    """Remove archives of the environment as it was, and those that have not been used for long.
+
+    Jobs may still read those that were used recently.
+    """
+    for path in (*folder.glob("*.tar"), *folder.glob("*.partial")):
+        limit = RECENT if path.name.startswith(owner) or path.suffix == ".partial" else UNUSED
+        if time.time() - path.stat().st_mtime > limit:
+            path.unlink()
+
+
+def _pack(entries: list[Entry], prefix: Path, folder: Path, name: str) -> Path:
+    """Write the archive; return its path, which it gets when it is complete."""
+    total = sum(entry.status.st_size for entry in entries if entry.status)
+    needed, free = total + 1024 * len(entries), shutil.disk_usage(folder).free
+    if free < needed:
         raise UsageError(
-            f"--stage-env: {size(contents.size)} are needed in {path.parent}, {size(free)} are "
-            "free: free some space, or set HVDTRAIN_CACHE to another directory"
+            f"--stage-env: {size(needed)} are needed in {folder}, {size(free)} are free: free some "
+            "space, or set HVDTRAIN_CACHE to another directory"
         )
-    members = tuple(_members(contents))
-    log.info(
-        "packing %s: %s, %s", contents.prefix, plural(len(members), "file"), size(contents.size)
-    )
-    with terminal.working(f"packing {contents.prefix}"):
-        prefixes = tuple(sorted(contents.spellings(), key=len, reverse=True))
-        changes = tuple(contents.changes(prefixes))
-        description(path).unlink(missing_ok=True)
-        with replacing(path) as file:
-            sha256 = _write(file, contents, members, prefixes)
-    manifest = Manifest(
-        digest=path.stem,
-        prefix=str(contents.prefix),
-        members=members,
-        links=contents.links,
-        bytes=contents.size,
-        space=contents.space,
-        sha256=sha256,
-        libraries=contents.libraries,
-        prefixes=prefixes,
-        changes=changes,
-    )
-    with replacing(description(path)) as file:
-        file.write(msgspec.json.encode(manifest))
+    log.info("packing %s: %s, %s", prefix, plural(len(entries), "file"), size(total))
+    with tempfile.NamedTemporaryFile(suffix=".partial", dir=folder, delete=False) as file:
+        partial = Path(file.name)
+        try:
+            with terminal.working(f"packing {prefix}"):
+                with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
+                    for entry in entries:
+                        _add(tar, entry)
+                file.seek(0)
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+            return partial.rename(folder / f"{name}-{sha256}.tar")
+        finally:
+            partial.unlink(missing_ok=True)
 
 
-def _clear(folder: Path, prefix: Path) -> None:
-    """Remove archives of the same environment as it was, and of environments that are gone.
-
-    Call it with the lock. Another host may still be reading one that was used recently.
-    """
-    for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(".*.partial-*")):
-        if time.time() - file.stat().st_mtime < OLD:
-            continue
-        with contextlib.suppress(UsageError):
-            packed = Path(read_archive(file).manifest.prefix)
-            if packed != prefix and packed.is_dir():
-                continue
-        file.unlink(missing_ok=True)
-        description(file).unlink(missing_ok=True)
-
-
-def description(path: Path) -> Path:
-    """Return the path of the description of an archive."""
-    return path.with_suffix(".json")
-
-
-def read_archive(path: Path) -> Archive:
-    """Return an archive with its description.
+def _add(tar: tarfile.TarFile, entry: Entry) -> None:
+    """Add a file or link to an archive.
 
     Raises:
-        UsageError: one of them is missing or damaged.
+        UsageError: the file has changed since it was listed.
     """
-    try:
-        text = read_regular(description(path))
-        manifest = msgspec.json.decode(text, type=Manifest)
-        path.stat()
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(f"--stage-env: {path} is damaged ({error}): remove it") from error
-    return Archive(path, manifest, hashlib.sha256(text).hexdigest())
-
-
-def _members(contents: EnvironmentFiles) -> Iterator[Member]:
-    for name in sorted(contents.files):
-        if not name.isprintable():
-            raise UsageError(f"--stage-env: {contents.files[name]}: its name is not printable")
-        status = contents.status[name]
-        mode = stat.S_IMODE(status.st_mode) & 0o755 | 0o600
-        yield Member(name, status.st_size, mode, int(status.st_mtime))
-
-
-def _write(
-    file: IO[bytes],
-    contents: EnvironmentFiles,
-    members: Sequence[Member],
-    prefixes: Collection[str],
-) -> str:
-    """Write the contents of all files; return their SHA-256.
-
-    Raises:
-        UsageError: a file cannot be read, or has become shorter since it was listed.
-    """
-    digest = hashlib.sha256()
-    for member in members:
-        path, left = contents.files[member.name], member.size
-        with _opened(path, member.name, prefixes) as source:
-            while left:
-                piece = source.read(min(left, PIECE))
-                if not piece:
-                    raise UsageError(
-                        f"--stage-env: {path} has changed while it was packed: run it again"
-                    )
-                digest.update(piece)
-                file.write(piece)
-                left -= len(piece)
-    return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _opened(path: Path, name: str, prefixes: Collection[str]) -> Iterator[IO[bytes]]:
-    """Open a file to pack; the run path of a library becomes relative.
-
-    Raises:
-        UsageError: it cannot be opened.
-    """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise UsageError(f"--stage-env: {path}: {error.strerror}: run it again") from error
-    with file:
-        found = run_path.relocated(file, name, prefixes)
-        file.seek(0)
-        if found is None:
-            yield file
-        else:
-            offset, text = found
-            content = bytearray(file.read())
-            content[offset : offset + len(text)] = text
-            yield io.BytesIO(content)
+    member = tarfile.TarInfo(entry.name)
+    if entry.status is None:
+        member.type, member.linkname = tarfile.SYMTYPE, entry.target
+        tar.addfile(member)
+        return
+    member.size, member.mtime = entry.status.st_size, int(entry.status.st_mtime)
+    member.mode = stat.S_IMODE(entry.status.st_mode) & 0o755 | 0o600
+    with entry.path.open("rb") as file:
+        if _facts(os.fstat(file.fileno())) != _facts(entry.status):
+            raise UsageError(
+                f"--stage-env: {entry.path} has changed while it was packed: run it again"
+            )
+        tar.addfile(member, file)

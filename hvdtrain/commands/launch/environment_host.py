@@ -1,15 +1,14 @@
 """Sends a packed environment to the hosts of a job, and unpacks it there; see ``environment.py``.
 
-    mpirun ... python -m hvdtrain.commands.launch.environment_host stage ARCHIVE DIRECTORY JOB SEAL
+    mpirun ... python -m hvdtrain.commands.launch.environment_host stage ARCHIVE DIRECTORY JOB SIZE
     mpirun ... python -m hvdtrain.commands.launch.environment_host remove ARCHIVE DIRECTORY JOB
 
-One process per host. Rank 0 reads the archive, and each process passes the pieces on to the next
-while it unpacks them, so the shared file system is read once, and the time hardly depends on the
-number of hosts. ``environment_copy.py`` says what is in DIRECTORY.
+One process per host. Rank 0 reads the archive and broadcasts it in pieces, which each process
+passes on to ``tar``, so the shared file system is read once, while all hosts unpack.
+``environment_copy.py`` says what is in DIRECTORY.
 
 MPI does not authenticate what it brings, and ranks execute the copy. So a copy counts only if the
-description of the archive has the SHA-256 in the command line, SEAL, and the archive has that in
-its description.
+archive has the SHA-256 in its name, which is in the command line.
 """
 
 from __future__ import annotations
@@ -17,281 +16,213 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import queue
 import shutil
+import subprocess
 import sys
-import threading
+import tempfile
 import traceback
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import Self, TypeVar
 
-import msgspec
 import numpy as np
 
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.commands.launch.environment import Manifest, description
-from hvdtrain.commands.launch.environment_copy import LocalCopy, unpack
+from hvdtrain.commands.launch.environment import BASE, CONFIG, ERROR, HOME, Archive
+from hvdtrain.commands.launch.environment_copy import LocalCopy
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
-if TYPE_CHECKING:
-    from hvdtrain.collectives.mpi4py import Mpi4py
-
-PIECE = 2**22  # bytes sent at a time
-AHEAD = 4  # pieces received before they are unpacked
-NAP = 0.001  # seconds between two attempts
-MARGIN = 1.05  # of the space, for folders
-FLOCK = "flock"  # of util-linux, which the ranks need
-ERROR = "hvdtrain: --stage-env: "  # begins the line with the error
+Result = TypeVar("Result")
+PIECE = 2**20  # bytes sent at a time; a pipe holds as much, so that a host unpacks meanwhile
+MARGIN = 1.1  # of the size: files occupy whole blocks
+PROGRAMS = ("flock", "tar")  # which a host needs
+SHOWN = 200  # characters of tar's message
 
 
-class Stream:
-    """The pieces of an archive, which a thread reads in other portions."""
+class Unpacking:
+    """``tar``, which unpacks the pieces that it gets."""
 
-    def __init__(self) -> None:
-        self._pieces: queue.Queue[bytes] = queue.Queue(AHEAD)
-        self._rest = memoryview(b"")
-        self._ended = False
-        self._broken = threading.Event()  # nobody reads any more
+    def __init__(self, folder: Path) -> None:
+        self._messages = tempfile.TemporaryFile()  # noqa: SIM115  # a full disk makes many
+        self._tar = subprocess.Popen(
+            ("tar", "-x", "-o", "-f", "-", "-C", str(folder)),
+            stdin=subprocess.PIPE,
+            stderr=self._messages,
+            env={**os.environ, "LC_ALL": "C"},
+            pipesize=PIECE,
+        )
 
-    def put(self, piece: bytes, progress: Callable[[], object] = lambda: None) -> None:
-        """Append a piece, empty at the end; call ``progress`` while the reader is behind."""
-        while not self._broken.is_set():
-            with contextlib.suppress(queue.Full):
-                self._pieces.put(piece, timeout=NAP)
-                return
-            progress()
+    def __enter__(self) -> Self:
+        return self
 
-    def stop(self) -> None:
-        """Drop what is not yet read."""
-        self._broken.set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._pieces.get_nowait()
-        with contextlib.suppress(queue.Full):
-            self._pieces.put_nowait(b"")
+    def __exit__(self, *_: object) -> None:
+        self._tar.kill()
+        self._tar.communicate()
+        self._messages.close()
 
-    def read(self, number: int) -> memoryview:
-        """Return up to ``number`` bytes, none only at the end."""
-        if not self._rest and not self._ended:
-            self._rest = memoryview(self._pieces.get())
-            self._ended = not self._rest
-        part, self._rest = self._rest[:number], self._rest[number:]
-        return part
-
-
-class Host:
-    """The copy on this host, with the first error."""
-
-    def __init__(self, manifest: Manifest, directory: Path, job: str) -> None:
-        self.manifest = manifest
-        self.copy = LocalCopy(manifest.digest, directory, job)
-        self.error = ""
-
-    def begin(self) -> bool:
-        """Return whether the copy is missing here; on an error it is not."""
-        with self._reported():
-            if shutil.which(FLOCK) is None:
-                raise UsageError(f"{FLOCK} is missing: install util-linux")
-            if self.copy.reserve():
-                self._check(self.copy.part)
-                return True
-        return False
-
-    def _check(self, folder: Path) -> None:
-        needed, free = int(MARGIN * self.manifest.space), shutil.disk_usage(folder).free
-        if free < needed:
-            raise UsageError(f"{size(needed)} are needed in {folder.parent}, {size(free)} are free")
-        if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-            raise UsageError(f"{folder.parent} is on a file system without execution (noexec)")
-
-    def unpack(self, stream: Stream) -> None:
-        """Unpack the pieces of ``stream``."""
-        with self._reported():
-            unpack(stream.read, self.manifest, self.copy.part, self.copy.folder)
-        stream.stop()
-
-    def complete(self, sha256: str) -> None:
-        """Publish the copy if the archive that was received has this checksum."""
-        with self._reported():
-            if not self.error and sha256 != self.manifest.sha256:
-                self.error = "the archive is damaged, or arrived damaged"
-            if not self.error:
-                self.copy.publish()
-
-    def abandon(self) -> None:
-        """Remove the copy, unless another job uses it."""
-        with self._reported():
-            self.copy.release()
-
-    @contextlib.contextmanager
-    def _reported(self) -> Any:
-        try:
-            yield
-        except (OSError, UsageError) as error:
-            reason = str(error)
-            if isinstance(error, OSError) and error.strerror:
-                reason = f"{error.filename or self.copy.folder.parent}: {error.strerror}"
-            self.error = self.error or reason
-
-
-class Chain:
-    """The ranks that pass the archive on, each to the next one."""
-
-    def __init__(self, communicator: Communicator, ranks: list[int]) -> None:
-        position = ranks.index(communicator.rank)
-        self.before = ranks[position - 1] if position else None
-        self.after = ranks[position + 1] if position + 1 < len(ranks) else None
-        self._communicator = communicator
-        self._sending: Any = None
-        self._sent = b""  # must not be freed before
-
-    @property
-    def _world(self) -> Any:
-        return cast("Mpi4py", self._communicator).world  # there are several ranks
-
-    def receive(self) -> bytes:
-        """Return the next piece; empty: the end."""
-        from mpi4py import MPI
-
-        from hvdtrain.collectives.mpi4py import wait
-
-        piece, status = np.empty(PIECE, np.uint8), MPI.Status()
-        wait(self._world.Irecv(piece, source=self.before), status)
-        return piece[: status.Get_count(MPI.BYTE)].tobytes()
-
-    def send(self, piece: bytes) -> None:
-        """Send a piece, once the one before has been sent."""
-        if self.after is not None:
-            self.finish()
-            self._sent = piece
-            self._sending = self._world.Isend(np.frombuffer(piece, np.uint8), dest=self.after)
-
-    def progress(self) -> None:
-        """Progress the sending: MPI transfers data only during its calls."""
-        if self._sending and self._sending.Test():
-            self._sending = None
+    def write(self, piece: bytes) -> None:
+        """Unpack a piece, unless there has been an error."""
+        assert self._tar.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._tar.stdin.write(piece)
+            self._tar.stdin.flush()
 
     def finish(self) -> None:
-        """Wait until all is sent."""
-        if self._sending:
-            from hvdtrain.collectives.mpi4py import wait
+        """Wait until all is written.
 
-            wait(self._sending)
-            self._sending = None
-
-
-def pass_on(chain: Chain, path: Path, host: Host, *, missing: bool) -> None:
-    """Send the archive along the ``chain`` of ranks, the first of which reads it."""
-    stream, digest = Stream(), hashlib.sha256()
-    unpacking = threading.Thread(target=host.unpack, args=(stream,), daemon=True)
-    if missing:
-        unpacking.start()
-    try:
-        with _opened(path, host) if chain.before is None else contextlib.nullcontext() as file:
-            piece = b"-"
-            while piece:
-                piece = _read(file, host) if file else chain.receive()
-                chain.send(piece)
-                digest.update(piece)
-                if missing:
-                    stream.put(piece, chain.progress)
-        chain.finish()
-    except BaseException:
-        stream.stop()
-        raise
-    finally:
-        if missing:
-            unpacking.join()
-    if missing:
-        host.complete(digest.hexdigest())
+        Raises:
+            OSError: it could not be.
+        """
+        self._tar.communicate()
+        if self._tar.returncode:
+            self._messages.seek(0)
+            message = self._messages.readline().decode(errors="replace").strip()
+            raise OSError(message[:SHOWN] or f"tar ended with code {self._tar.returncode}")
 
 
-def _opened(path: Path, host: Host) -> IO[bytes]:
-    try:
-        return path.open("rb", 0)
-    except OSError as error:
-        host.error = f"{path}: {error.strerror}"
-        return Path(os.devnull).open("rb")  # the others get an empty archive
-
-
-def _read(file: IO[bytes], host: Host) -> bytes:
-    try:
-        return file.read(PIECE)
-    except OSError as error:
-        host.error = f"{file.name}: {error.strerror}"
-        return b""
-
-
-def stage(communicator: Communicator, path: Path, directory: Path, job: str, seal: str) -> str:
-    """Make a copy on each host without one; return why that failed.
+def reserve(copy: LocalCopy, archive: Archive) -> bool:
+    """Return whether the copy is missing here.
 
     Raises:
-        HvdtrainError: on all ranks: the description of the archive is not that which was sealed.
+        UsageError: it is, and cannot be made.
     """
-    content = _content(description(path)) if communicator.is_root else b""
-    text = communicator.broadcast_bytes(content)
+    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
+        raise UsageError(f"{missing[0]} is missing: install util-linux and tar")
+    if not copy.reserve():
+        return False
+    folder = copy.folder.parent
+    needed, free = int(MARGIN * archive.size), shutil.disk_usage(folder).free
+    if free < needed:
+        raise UsageError(f"{size(needed)} are needed in {folder}, {size(free)} are free")
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise UsageError(f"{folder} is on a file system without execution (noexec)")
+    return True
 
-    def check() -> None:
-        if hashlib.sha256(text).hexdigest() != seal:
-            raise HvdtrainError(f"{description(path)} has changed, or arrived damaged")
 
-    communicator.together(check)
-    host = Host(msgspec.json.decode(text, type=Manifest), directory, job)
+def distribute(
+    communicator: Communicator,
+    length: int,
+    file: BufferedReader | None,
+    unpacking: Unpacking | None,
+) -> str:
+    """Broadcast an archive, and unpack it; return the SHA-256 of what was received.
+
+    Args:
+        communicator: a process per host.
+        length: its bytes.
+        file: its content, on rank 0.
+        unpacking: on hosts without a copy.
+    """
+    digest = hashlib.sha256()
+    for start in range(0, length, PIECE):
+        piece = np.zeros(min(length - start, PIECE), np.uint8)
+        if file:  # what cannot be read stays zero: the checksum will be another
+            with contextlib.suppress(OSError):
+                file.readinto(piece.data)
+        content = communicator.broadcast(piece).tobytes()
+        digest.update(content)
+        if unpacking:
+            unpacking.write(content)
+    return digest.hexdigest()
+
+
+def publish(copy: LocalCopy, archive: Archive, sha256: str) -> None:
+    """Complete the copy, if the archive that was received has this checksum.
+
+    Raises:
+        UsageError: it has another one.
+    """
+    assert copy.part
+    if sha256 != archive.sha256:
+        raise UsageError(f"{archive.path} is damaged, or arrived damaged: remove it")
+    if (copy.part / BASE).is_dir():
+        config, home = copy.part / CONFIG, f"{copy.folder / BASE / 'bin'}"
+        config.write_text(HOME.sub(lambda match: match[1] + home, config.read_text()))
+    copy.publish()
+
+
+def stage(communicator: Communicator, archive: Archive, directory: Path, job: str) -> None:
+    """Make a copy on each host without one.
+
+    Raises:
+        HvdtrainError: on all hosts, after no copy is left: that failed on one.
+    """
+    copy = LocalCopy(archive.digest, directory, job)
+    file: BufferedReader | None = None
+    unpacking: Unpacking | None = None
+
+    def begin() -> bool:
+        nonlocal file, unpacking
+        if communicator.is_root:
+            file = stack.enter_context(archive.path.open("rb"))
+        if reserve(copy, archive) and copy.part:
+            unpacking = stack.enter_context(Unpacking(copy.part))
+        return unpacking is not None
+
+    def end() -> None:
+        if unpacking:
+            unpacking.finish()
+            publish(copy, archive, sha256)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            missing = agreed(communicator, begin)
+            if any(communicator.gather_json(missing)):
+                sha256 = distribute(communicator, archive.size, file, unpacking)
+                agreed(communicator, end)
+        except HvdtrainError:
+            with contextlib.suppress(OSError, UsageError):
+                copy.release()
+            raise
+
+
+def agreed(communicator: Communicator, action: Callable[[], Result]) -> Result:
+    """Return the result of an action on this host, which all hosts do.
+
+    Raises:
+        HvdtrainError: on all hosts: it failed on one.
+    """
+    error = ""
     try:
-        missing = host.begin()
-        state = communicator.gather_json([missing, host.error])
-        ranks = [rank for rank, (lacks, _) in enumerate(state) if lacks]
-        ranks = sorted({0, *ranks}) if ranks and not any(error for _, error in state) else []
-        if communicator.rank in ranks:
-            pass_on(Chain(communicator, ranks), path, host, missing=missing)
-        communicator.wait_for_all()
-        error = _first(communicator.gather_json([os.uname().nodename, host.error]))
-    except BaseException:
-        host.abandon()
-        raise
-    if error:
-        host.abandon()
-    return error
-
-
-def _first(rows: list[list[str]]) -> str:
-    """Return the first of the errors by host, and on how many others there are some."""
-    failed = [f"host {name}: {error}" for name, error in rows if error]
-    more = f" (and {plural(len(failed) - 1, 'more host')})" if len(failed) > 1 else ""
-    return f"{failed[0]}{more}" if failed else ""
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+        result = action()
+    except UsageError as failure:
+        error = str(failure)
+    except OSError as failure:
+        reason = failure.strerror or str(failure)
+        error = f"{failure.filename}: {reason}" if failure.filename else reason
+    rows = communicator.gather_json([os.uname().nodename, error])
+    failed = [f"host {name}: {text}" for name, text in rows if text]
+    if failed:
+        more = f" (and {plural(len(failed) - 1, 'more host')})" if len(failed) > 1 else ""
+        raise HvdtrainError(f"{failed[0]}{more}")
+    return result
 
 
 def main(arguments: list[str]) -> int:
     """Run one process; print the error, if any, once, and return the exit code."""
-    verb, path, directory, job, *seal = arguments
+    verb, path, directory, job, *more = arguments
+    archive = Archive(Path(path), *map(int, more))
     if verb == "remove":
-        LocalCopy(Path(path).stem, Path(directory), job).release()
+        LocalCopy(archive.digest, Path(directory), job).release()
         return EXIT_OK
     from hvdtrain.collectives.mpi4py import Mpi4py
 
     communicator = Mpi4py()
     try:
         with termination_as_interrupt():
-            error = stage(communicator, Path(path), Path(directory), job, *seal)
-    except HvdtrainError as failure:
-        error = str(failure)
+            stage(communicator, archive, Path(directory), job)
+    except HvdtrainError as error:
+        if communicator.is_root:
+            sys.stdout.write(f"{ERROR}{error}\n")
+        return EXIT_FAILURE
     except BaseException:
         traceback.print_exc()
         communicator.world.Abort(EXIT_FAILURE)  # the others would wait for ever
         raise
-    if error and communicator.is_root:
-        sys.stdout.write(f"{ERROR}{error}\n")
-    return EXIT_FAILURE if error else EXIT_OK
+    return EXIT_OK
 
 
 if __name__ == "__main__":

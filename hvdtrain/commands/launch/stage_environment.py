@@ -7,35 +7,34 @@ import logging
 import os
 import re
 import secrets
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from hvdtrain.commands.install_horovod.wheel_cache import cache_root
 from hvdtrain.commands.launch.argv import Launch
-from hvdtrain.commands.launch.environment import Archive, environment_of, find_program, pack
-from hvdtrain.commands.launch.environment_copy import copy_folder, reservation
-from hvdtrain.commands.launch.environment_host import ERROR
+from hvdtrain.commands.launch.environment import (
+    ERROR,
+    editable_installs,
+    environment_of,
+    find_program,
+    pack,
+)
+from hvdtrain.commands.launch.environment_copy import HOLD, copy_folder, reservation
 from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.output.text import duration, plural, size
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import run
-from hvdtrain.system.runtime.spawn import STOP_SIGNALS, StopSignals
+from hvdtrain.system.runtime.spawn import StopSignals
 
 log = logging.getLogger(__name__)
 
 MUST, TRY = "must", "try"  # values of --stage-env
 PROGRAM = "hvdtrain.commands.launch.environment_host"
-# A rank, and what it starts, holds a lock on the copy, its first argument, which then needs no
-# reservation, its second one.
-HOLD = ("sh", "-c", 'exec 9< "$0" && flock -s 9 && rm -f "$1" && shift && exec "$@"')
 # Variables with paths of files that are read; others may name a directory to write to.
 PATHS = (
     *("CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONHOME", "PYTHONPATH"),
@@ -52,15 +51,17 @@ class StagedEnvironment:
         """Pack the environment of the program of ``launch``, if it has changed.
 
         Raises:
-            UsageError: it cannot be copied.
+            UsageError: it cannot be packed.
         """
         self._launch, environ = launch, launch.environ
         self._program = find_program(launch.words, environ)
         self._prefix = environment_of(self._program)
-        self._archive: Archive = pack(self._prefix, cache_root(environ))
+        for project in editable_installs(self._prefix):
+            log.info("hvdtrain: --stage-env: %s is editable: ranks import it from there", project)
+        self._archive = pack(self._prefix, cache_root(environ))
         self._directory = Path(environ.get("TMPDIR") or tempfile.gettempdir()).absolute()
         self._job = secrets.token_hex(8)
-        self.folder = copy_folder(self._archive.manifest.digest, self._directory)
+        self.folder = copy_folder(self._archive.digest, self._directory)
 
     def stage(self) -> None:
         """Make the copies.
@@ -71,14 +72,14 @@ class StagedEnvironment:
         began = time.monotonic()
         hosts = plural(len(self._launch.layout.hosts) or 1, "host")
         with terminal.working(f"sending the environment to {hosts}"):
-            result = run(self._per_host("stage", self._archive.seal).command)
+            result = run(self._per_host("stage", str(self._archive.size)).command)
         if not result.ok:
             lines = result.output.strip().splitlines()
             reason = next((line for line in lines if line.startswith(ERROR)), "")
             shown = reason.removeprefix(ERROR) or " ".join(lines)[-300:]
             raise HvdtrainError(f"--stage-env: {shown}")
         text = "hvdtrain: environment of %s staged in %s on %s, in %s"
-        total = size(self._archive.manifest.bytes)
+        total = size(self._archive.size)
         log.info(text, total, self.folder, hosts, duration(time.monotonic() - began))
 
     def remove(self, patience: float = PATIENCE) -> None:
@@ -100,28 +101,33 @@ class StagedEnvironment:
     def launch(self) -> Launch:
         """The job whose ranks start from the copies."""
         environ = self._launch.environ
-        variables = {
-            name: self._moved(environ[name])
-            for name in PATHS
-            if environ.get(name) and self._moved(environ[name]) != environ[name]
-        }
+        variables = {name: self._moved(environ[name]) for name in PATHS if name in environ}
+        variables = {n: value for n, value in variables.items() if value != environ[n]}
         path = variables.get("PATH", environ.get("PATH", os.defpath))
         variables["PATH"] = f"{self.folder / 'bin'}:{path}"
-        libraries = [str(self.folder / name) for name in self._archive.manifest.libraries]
-        if libraries:
-            given = variables.get("LD_LIBRARY_PATH", environ.get("LD_LIBRARY_PATH"))
-            variables["LD_LIBRARY_PATH"] = ":".join(filter(None, [*libraries, given]))
         program = str(self.folder / self._program.relative_to(self._prefix))
+        # The first line of a script names the original interpreter.
+        python = (str(self.folder / "bin" / "python"),) if _is_python(self._program) else ()
         held = (str(self.folder), str(reservation(self.folder, self._job)))
-        words = (*HOLD, *held, program, *self._launch.words[1:])
+        words = (*HOLD, *held, *python, program, *self._launch.words[1:])
         return replace(self._launch, words=words, variables={**self._launch.variables, **variables})
 
     def _moved(self, value: str) -> str:
         """Return the value of a variable, with the paths of the environment in the copy."""
-        for prefix in self._archive.manifest.prefixes:
+        for prefix in {str(self._prefix), os.path.realpath(self._prefix)}:
             pattern = rf"(?<![^:]){re.escape(prefix)}(?=[/:]|$)"
             value = re.sub(pattern, lambda _: str(self.folder), value)
         return value
+
+
+def _is_python(program: Path) -> bool:
+    """Return whether a program is a script in Python, by its first lines.
+
+    In a long path the first one names the shell, which starts Python in the second one.
+    """
+    with program.open("rb") as file:
+        lines = file.read(1024).splitlines()[:2]
+    return lines[:1] != [] and lines[0].startswith(b"#!") and b"python" in b"".join(lines)
 
 
 @contextlib.contextmanager
@@ -138,7 +144,7 @@ def staged(launch: Launch, mode: str | None, signals: StopSignals) -> Iterator[L
     try:
         if mode:
             try:
-                with _interruptible(signals):
+                with signals.interrupting():
                     environment = StagedEnvironment(launch)
                     environment.stage()
                 launch = environment.launch
@@ -153,23 +159,3 @@ def staged(launch: Launch, mode: str | None, signals: StopSignals) -> Iterator[L
     finally:
         if environment:
             environment.remove(patience)
-
-
-@contextlib.contextmanager
-def _interruptible(signals: StopSignals) -> Iterator[None]:
-    """Raise KeyboardInterrupt on a signal that requests a stop, instead of only recording it."""
-
-    def interrupt(number: int, _: FrameType | None) -> NoReturn:
-        signals.received.append(number)
-        raise KeyboardInterrupt
-
-    before = {n: signal.getsignal(n) for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN}
-    try:
-        for number in before:
-            signal.signal(number, interrupt)
-        if signals.received:
-            raise KeyboardInterrupt
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

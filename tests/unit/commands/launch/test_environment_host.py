@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
-import threading
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typing_extensions import override
 
-from hvdtrain.commands.launch import environment_host
+from hvdtrain.collectives.base import SingleRank
 from hvdtrain.commands.launch.environment import pack
-from hvdtrain.commands.launch.environment_host import Stream, _first
+from hvdtrain.commands.launch.environment_host import agreed
+from hvdtrain.errors import HvdtrainError
 from tests.environments import make_environment, stage, staged
 
 
@@ -37,10 +41,10 @@ def test_a_full_disk_is_one_line(
     prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = pack(prefix, tmp_path / "cache")
-    usage = shutil.disk_usage(tmp_path)._replace(free=4095)
+    usage = shutil.disk_usage(tmp_path)._replace(free=4096)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     error = stage(archive, tmp_path / "local")
-    assert f"host {os.uname().nodename}: 4.2 KiB are needed in {tmp_path}/local" in error
+    assert f"host {os.uname().nodename}: 11.0 KiB are needed in {tmp_path}/local" in error
     assert "4.0 KiB are free" in error
     assert nothing_left(tmp_path)
 
@@ -48,13 +52,20 @@ def test_a_full_disk_is_one_line(
 def test_a_disk_that_gets_full_is_one_line(
     prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A process cannot write larger files than its limit, as on a full disk."""
+    (prefix / "large").write_bytes(bytes(3 * 2**20))
     archive = pack(prefix, tmp_path / "cache")
+    start = subprocess.Popen
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device", "file")
+    def limited(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        return start(*words, **options, preexec_fn=limit)
 
-    monkeypatch.setattr("hvdtrain.commands.launch.environment_copy._write", full)
-    assert "file: No space left on device" in stage(archive, tmp_path / "local")
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+
+    monkeypatch.setattr(subprocess, "Popen", limited)
+    error = stage(archive, tmp_path / "local")
+    assert error.startswith(f"host {os.uname().nodename}: tar")
     assert nothing_left(tmp_path)
 
 
@@ -75,7 +86,7 @@ def test_a_host_without_flock_is_one_line(
 ) -> None:
     archive = pack(prefix, tmp_path / "cache")
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert "flock is missing: install util-linux" in stage(archive, tmp_path / "local")
+    assert "flock is missing: install util-linux and tar" in stage(archive, tmp_path / "local")
 
 
 def test_a_local_directory_that_is_a_file_is_one_line(prefix: Path, tmp_path: Path) -> None:
@@ -92,42 +103,16 @@ def test_an_archive_that_has_gone_is_one_line(prefix: Path, tmp_path: Path) -> N
     assert nothing_left(tmp_path)
 
 
+class ManyHosts(SingleRank):
+    """Four processes, of which others have failed."""
+
+    @override
+    def gather_json(self, value: Any, kind: Any = Any) -> list[Any]:
+        return [value, ["b", "full"], ["c", "full"], ["d", "full"]]
+
+
 def test_the_errors_of_many_hosts_are_one() -> None:
-    rows = [["a", ""], ["b", "full"], ["c", "full"], ["d", "full"]]
-    assert _first(rows) == "host b: full (and 2 more hosts)"
-    assert _first(rows[:2]) == "host b: full"
-    assert _first(rows[:1]) == ""
-
-
-def test_a_stream_is_read_in_any_portions_and_can_be_abandoned() -> None:
-    stream, parts = Stream(), []
-    writer = threading.Thread(target=lambda: [stream.put(p) for p in (b"abc", b"defgh", b"")])
-    writer.start()
-    while part := stream.read(2):
-        parts.append(part)
-    writer.join()
-    assert parts == [b"ab", b"c", b"de", b"fg", b"h"]
-    assert stream.read(1) == b""
-
-    stream = Stream()
-    reader = threading.Thread(target=stream.read, args=(10,))
-    reader.start()
-    stream.stop()
-    reader.join(10)
-    assert not reader.is_alive()
-    for _ in range(2 * environment_host.AHEAD):
-        stream.put(b"nobody reads it")
-
-
-def test_a_slow_reader_does_not_stop_the_sending() -> None:
-    stream, calls = Stream(), []
-    for _ in range(environment_host.AHEAD):
-        stream.put(b"x")
-
-    def progress() -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            stream.stop()
-
-    stream.put(b"y", progress)
-    assert len(calls) == 3
+    with pytest.raises(HvdtrainError, match=r"^host b: full \(and 2 more hosts\)$"):
+        agreed(ManyHosts(), lambda: None)
+    with pytest.raises(HvdtrainError, match=r": No such file or directory \(and 3 more hosts\)$"):
+        agreed(ManyHosts(), Path("/missing").stat)

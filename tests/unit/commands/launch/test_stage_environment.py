@@ -10,13 +10,14 @@ import pytest
 
 from hvdtrain.commands.launch import stage_environment
 from hvdtrain.commands.launch.argv import Launch
+from hvdtrain.commands.launch.environment_copy import HOLD
 from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.commands.launch.launcher_choice import MpiLauncher
-from hvdtrain.commands.launch.stage_environment import HOLD, MUST, TRY, StagedEnvironment, staged
+from hvdtrain.commands.launch.stage_environment import MUST, TRY, StagedEnvironment, staged
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import Command, CommandResult
 from hvdtrain.system.runtime.spawn import StopSignals
-from tests.environments import PYTHON, make_environment
+from tests.environments import PYTHON, make_editable, make_environment
 
 
 @pytest.fixture
@@ -65,6 +66,32 @@ def test_a_program_by_a_relative_path_is_that_of_the_copy(
     monkeypatch.chdir(tmp_path)
     environment = StagedEnvironment(job(environ, f"conda/bin/{PYTHON}", "train.py"))
     assert environment.launch.words[-2:] == (f"{environment.folder}/bin/{PYTHON}", "train.py")
+
+
+@pytest.mark.parametrize("first", ["{prefix}/bin/python", "/bin/sh\n'''exec' {prefix}/bin/python"])
+def test_a_script_in_python_runs_with_the_interpreter_of_the_copy(
+    first: str, environ: dict[str, str]
+) -> None:
+    prefix = environ["CONDA_PREFIX"]
+    script = Path(prefix, "bin", "train")
+    script.write_text(f"#!{first.format(prefix=prefix)}\n")
+    script.chmod(0o755)
+    environment = StagedEnvironment(job(environ, "train", "--epochs=2"))
+    binaries = environment.folder / "bin"
+    assert environment.launch.words[-3:] == (
+        f"{binaries}/python",
+        f"{binaries}/train",
+        "--epochs=2",
+    )
+
+
+def test_editable_installs_are_reported(
+    environ: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_editable(Path(environ["CONDA_PREFIX"]), tmp_path / "project")
+    with caplog.at_level("INFO"):
+        StagedEnvironment(job(environ))
+    assert f"{tmp_path}/project is editable: ranks import it from there" in caplog.text
 
 
 class Runs:
