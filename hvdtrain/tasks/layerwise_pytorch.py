@@ -16,6 +16,7 @@ import torch
 from typing_extensions import override
 
 Tensors = list[torch.Tensor]
+Group = dict[str, Any]  # options of the optimizer, and ``scaled``
 
 
 class Layerwise(torch.optim.Optimizer):
@@ -43,7 +44,7 @@ class Layerwise(torch.optim.Optimizer):
                     self._update(chosen, {**group, "scaled": scaled})
 
     @abstractmethod
-    def _update(self, parameters: Sequence[torch.nn.Parameter], group: dict[str, Any]) -> None:
+    def _update(self, parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
         """Update ``parameters``, which are all scaled and decayed, or none (``scaled``)."""
 
     def _buffers(self, parameters: Iterable[torch.nn.Parameter], name: str) -> Tensors:
@@ -96,7 +97,7 @@ class Lars(Layerwise):
         super().__init__(parameters, defaults)
 
     @override
-    def _update(self, parameters: Sequence[torch.nn.Parameter], group: dict[str, Any]) -> None:
+    def _update(self, parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
         weights, gradients = locals_of(parameters), locals_of(value.grad for value in parameters)
         velocities = self._buffers(parameters, "momentum_buffer")
         rate, decay = group["lr"], group["weight_decay"]
@@ -142,7 +143,7 @@ class Lamb(Layerwise):
         super().__init__(parameters, defaults)
 
     @override
-    def _update(self, parameters: Sequence[torch.nn.Parameter], group: dict[str, Any]) -> None:
+    def _update(self, parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
         weights, gradients = locals_of(parameters), locals_of(value.grad for value in parameters)
         means = self._buffers(parameters, "exp_avg")
         squares = self._buffers(parameters, "exp_avg_sq")

@@ -53,8 +53,8 @@ class Lars(keras.optimizers.Optimizer):
 
     @override
     def get_config(self) -> dict[str, Any]:
-        own = {"momentum": self.momentum, "decay": self.decay, "trust": self.trust}
-        return {**super().get_config(), **own}
+        settings = {"momentum": self.momentum, "decay": self.decay, "trust": self.trust}
+        return {**super().get_config(), **settings}
 
 
 class Lamb(keras.optimizers.Optimizer):
@@ -111,8 +111,8 @@ class Lamb(keras.optimizers.Optimizer):
 
     @override
     def get_config(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("beta_1", "beta_2", "epsilon", "decay")}
-        return {**super().get_config(), **own}
+        settings = {name: getattr(self, name) for name in ("beta_1", "beta_2", "epsilon", "decay")}
+        return {**super().get_config(), **settings}
 
 
 def norm(tensor: Any) -> Any:

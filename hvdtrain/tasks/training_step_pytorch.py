@@ -258,10 +258,10 @@ class TorchTask(Task):
         """Return the loss of each sample, which is linear in the labels of a mixture."""
         if batch.shares is None:
             return self._each(self._training_losses, output, batch.y)
-        own, others = (
+        mine, others = (
             self._each(self._training_losses, output, y) for y in (batch.y[:-1], batch.y[1:])
         )
-        return torch.lerp(others, own, batch.shares)
+        return torch.lerp(others, mine, batch.shares)
 
     def _each(self, function: Losses, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         losses = function(output, y)

@@ -219,10 +219,10 @@ class TFTask(Task):
         """Return the loss of each sample, which is linear in the labels of a mixture."""
         if batch.shares is None:
             return self._each(self._training_losses, output, batch.y)
-        own, others = (
+        mine, others = (
             self._each(self._training_losses, output, y) for y in (batch.y[:-1], batch.y[1:])
         )
-        return batch.shares * own + (1 - batch.shares) * others
+        return batch.shares * mine + (1 - batch.shares) * others
 
     def _traced_empty_step(self, learning_rate: Any, zero: Any) -> Any:
         variables = self.model.trainable_variables
@@ -393,11 +393,11 @@ class AdamW(_Guarded, keras.optimizers.AdamW):
     """Keras' AdamW."""
 
 
-class Lars(_Guarded, layerwise_tensorflow.Lars):
+class GuardedLars(_Guarded, layerwise_tensorflow.Lars):
     """LARS, guarded."""
 
 
-class Lamb(_Guarded, layerwise_tensorflow.Lamb):
+class GuardedLamb(_Guarded, layerwise_tensorflow.Lamb):
     """LAMB, guarded."""
 
 
@@ -407,9 +407,9 @@ def make_optimizer(options: Options, variables: Sequence[Any]) -> keras.optimize
     decay, momentum = options.weight_decay or 0.0, options.momentum
     ema: Any = {"use_ema": True, "ema_momentum": options.ema} if options.ema else {}
     if options.optimizer == "lars":
-        optimizer = Lars(1.0, momentum=momentum, decay=decay, **ema)
+        optimizer = GuardedLars(1.0, momentum=momentum, decay=decay, **ema)
     elif options.optimizer == "lamb":
-        optimizer = Lamb(1.0, decay=decay, **ema)
+        optimizer = GuardedLamb(1.0, decay=decay, **ema)
     elif options.optimizer == "adamw":
         optimizer = AdamW(1.0, epsilon=1e-8, weight_decay=decay, **ema)
         if options.no_decay_on_norm:

@@ -174,9 +174,9 @@ def _entry(tree: Tree, names: Names, trees: list[Tree]) -> Entry | None:
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode):
             path = Path(os.path.realpath(path))
-            for other in trees:
-                if path.is_relative_to(other.root):
-                    inside = other.into / path.relative_to(other.root)
+            for copied in trees:
+                if path.is_relative_to(copied.root):
+                    inside = copied.into / path.relative_to(copied.root)
                     return Entry(str(name), path, target=os.path.relpath(inside, name.parent))
             if any(path.is_relative_to(folder) for folder in SYSTEM) or not path.is_file():
                 return Entry(str(name), path, target=str(path))

@@ -37,7 +37,12 @@ MUST, TRY = "must", "try"  # values of --stage-env
 PROGRAM = "hvdtrain.commands.launch.environment_host"
 # Variables with paths of files that are read; others may name a directory to write to.
 PATHS = (
-    *("CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONHOME", "PYTHONPATH"),
+    "CONDA_PREFIX",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PATH",
+    "PYTHONHOME",
+    "PYTHONPATH",
     "VIRTUAL_ENV",
 )
 PATIENCE = 30.0  # seconds to remove the copies

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.scaling.batches import BatchRun, Setting, read_runs
+from hvdtrain.commands.scaling.batches import BatchRun, BatchSetting, read_runs
 from hvdtrain.commands.study.curves import (
     Evaluation,
     Target,
@@ -57,7 +57,7 @@ class BatchResult:
         return 2 * self.reached > self.runs
 
 
-Curves = dict[Setting, list[list[Evaluation]]]  # of each run
+Curves = dict[BatchSetting, list[list[Evaluation]]]  # of each run
 
 
 def read_evaluations(runs: Sequence[BatchRun], folder: Path, metric: str) -> Curves:
@@ -72,7 +72,7 @@ def read_evaluations(runs: Sequence[BatchRun], folder: Path, metric: str) -> Cur
 
 
 def make_results(
-    runs: Sequence[BatchRun], curves: Curves, settings: Sequence[Setting], target: Target
+    runs: Sequence[BatchRun], curves: Curves, settings: Sequence[BatchSetting], target: Target
 ) -> list[BatchResult]:
     """Return the results of ``settings``, of those that have run."""
     results = []
@@ -115,7 +115,7 @@ def largest(results: Sequence[BatchResult]) -> dict[str, int | None]:
     return best
 
 
-def report(folder: Path, target: Target | None, settings: Sequence[Setting] = ()) -> Report:
+def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting] = ()) -> Report:
     """Report a study, and write its table and plot.
 
     Args:
@@ -207,7 +207,7 @@ def draw(
         (printable(result.optimizer or f"batch {most}"), runs[0])
         for result in results
         if result.batch == most
-        and (runs := [run for run in curves[Setting(result.optimizer, most)] if run])
+        and (runs := [run for run in curves[BatchSetting(result.optimizer, most)] if run])
     ]
     draw_evaluations(axes[1], lines, target, "epochs")
     axes[1].set_title(f"global batch {most:,}", loc="left")

@@ -47,7 +47,7 @@ SET = {  # options that the study sets
 
 
 @dataclass(frozen=True)
-class Setting:
+class BatchSetting:
     """An optimizer with its options, and a global batch."""
 
     optimizer: str  # as on a command line, e.g. ``lars --lr 2``; empty: that of the command
@@ -69,7 +69,7 @@ class Setting:
 class BatchRun:
     """A run of the study."""
 
-    setting: Setting
+    setting: BatchSetting
     repeat: int  # from 1; the seed
     ranks: int
     batch: int  # of a rank and pass, at most
@@ -108,12 +108,12 @@ class BatchStudy:
         return self.options.ranks[0] if self.options.ranks else 1
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[BatchSetting]:
         """The variants, in the order of the table."""
         optimizers = self.options.optimizers or ("",)
-        return [Setting(name, batch) for name in optimizers for batch in self.options.batches]
+        return [BatchSetting(name, batch) for name in optimizers for batch in self.options.batches]
 
-    def variant(self, setting: Setting) -> Variant:
+    def variant(self, setting: BatchSetting) -> Variant:
         """Return the variant of a setting."""
         passes = math.ceil(setting.batch / (self.ranks * self.batch))
         words = without_option(self.words, "--batch-size")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hvdtrain.commands.scaling.batches import LINES, Setting, make_study
+from hvdtrain.commands.scaling.batches import LINES, BatchSetting, make_study
 from hvdtrain.commands.scaling.runs import read_folder, read_table
 from hvdtrain.commands.scaling.sweep import ScalingOptions, make_sweep, submit_sizes
 from hvdtrain.commands.study.command_options import NO_COMMAND
@@ -79,7 +79,7 @@ def _batch_study(options: ScalingOptions, words: list[str]) -> Report:
     """Run and report a batch-size study; without a command only report it."""
     if options.submit is not None:
         raise UsageError("--batches and --submit: submit the study itself with hvdtrain submit")
-    settings: Sequence[Setting] = ()
+    settings: Sequence[BatchSetting] = ()
     if words:
         study = make_study(options, words)
         settings, missing = study.settings, study.missing()

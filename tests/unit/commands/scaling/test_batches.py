@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.commands.scaling import batch_report
-from hvdtrain.commands.scaling.batches import LINES, BatchRun, Setting, make_study, read_runs
+from hvdtrain.commands.scaling.batches import LINES, BatchRun, BatchSetting, make_study, read_runs
 from hvdtrain.commands.scaling.sweep import ScalingOptions
 from hvdtrain.commands.study.curves import Target
 from hvdtrain.commands.study.engine import RunOutcome
@@ -76,7 +76,7 @@ def test_an_unknown_program_needs_a_batch_size(tmp_path: Path) -> None:
         make_study(options(tmp_path), ["python", "train.py"])
 
 
-def finish(folder: Path, setting: Setting, repeat: int, values: list[float]) -> None:
+def finish(folder: Path, setting: BatchSetting, repeat: int, values: list[float]) -> None:
     """Write the files of a run with these accuracies after each epoch."""
     study = make_study(options(folder, optimizers=(setting.optimizer,)), WORDS)
     variant = study.variant(setting)
@@ -103,13 +103,13 @@ def finish(folder: Path, setting: Setting, repeat: int, values: list[float]) -> 
 
 def test_the_report(tmp_path: Path) -> None:
     for repeat, last in ((1, 0.95), (2, 0.93)):
-        finish(tmp_path, Setting("sgd", 16), repeat, [0.5, last])
-        finish(tmp_path, Setting("lamb", 16), repeat, [0.91, last])
-        finish(tmp_path, Setting("lamb", 100), repeat, [0.8, last - 0.02])
-    finish(tmp_path, Setting("sgd", 100), 1, [0.1, 0.91])
+        finish(tmp_path, BatchSetting("sgd", 16), repeat, [0.5, last])
+        finish(tmp_path, BatchSetting("lamb", 16), repeat, [0.91, last])
+        finish(tmp_path, BatchSetting("lamb", 100), repeat, [0.8, last - 0.02])
+    finish(tmp_path, BatchSetting("sgd", 100), 1, [0.1, 0.91])
     study = make_study(options(tmp_path, optimizers=("sgd", "lamb")), WORDS)
     failed = RunOutcome(reason="the loss is nan at step 3", failed=True)
-    study.record(study.variant(Setting("sgd", 100)), 2, failed)
+    study.record(study.variant(BatchSetting("sgd", 100)), 2, failed)
     assert [(variant.name, repeat) for variant, repeat in study.missing()] == [("sgd-100", 2)]
     report = batch_report.report(tmp_path, TARGET, study.settings)
     assert report.data["largest"] == {"sgd": 16, "lamb": 100}
@@ -132,7 +132,7 @@ def test_the_report(tmp_path: Path) -> None:
 
 
 def test_a_study_of_another_kind_is_not_continued(tmp_path: Path) -> None:
-    finish(tmp_path, Setting("sgd", 16), 1, [0.95])
+    finish(tmp_path, BatchSetting("sgd", 16), 1, [0.95])
     with pytest.raises(UsageError, match="--epochs was 2, now 3"):
         make_study(options(tmp_path), [*WORDS[:-1], "3"]).missing()
     with pytest.raises(UsageError, match="another number of ranks: 1 in run sgd-16-1, now 2"):
@@ -141,7 +141,7 @@ def test_a_study_of_another_kind_is_not_continued(tmp_path: Path) -> None:
 
 
 def test_reports_that_cannot_be_made(tmp_path: Path) -> None:
-    finish(tmp_path, Setting("", 16), 1, [0.95])
+    finish(tmp_path, BatchSetting("", 16), 1, [0.95])
     with pytest.raises(UsageError, match="use --target NAME=VALUE to report it"):
         batch_report.report(tmp_path, None)
     with pytest.raises(UsageError, match=r"no run in .* has an evaluation with this metric"):
