@@ -58,8 +58,13 @@ def measure(loader: str, data: Path, core: int) -> dict[str, float]:
     """Run a loader on one core; return its figures by ``KEYS``."""
     line = command(1, str(SCRIPTS / "read_images.py"), LOADERS[loader], str(data))
     out, _ = start(["taskset", "-c", str(core), *line]).communicate(timeout=300)
-    words = [line.split() for line in out.splitlines()]
-    return {key: float(value) for key, value in words if key in KEYS}
+    return printed_figures(out)
+
+
+def printed_figures(out: str) -> dict[str, float]:
+    """Return the figures that a script of ``scripts`` has printed, by ``KEYS``."""
+    lines = [line.split() for line in out.splitlines()]
+    return {line[0]: float(line[1]) for line in lines if line and line[0] in KEYS}
 
 
 def torchvisions(image: Image.Image, size: int) -> Image.Image:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.decoders import KEYS, native
+from benchmarks.decoders import KEYS, native, printed_figures
 from benchmarks.ratios import SCRIPTS, command, start
 from hvdtrain.system.machine import accelerator
 
@@ -62,8 +62,7 @@ def loader(decoder: str, data: Path, workers: int) -> Figures:
     line = command(1, str(SCRIPTS / "read_ahead.py"), decoder, str(data), str(workers))
     with jpeg_engines(figures):
         out, _ = start(line).communicate(timeout=120)
-    words = [line.split() for line in out.splitlines()]
-    return figures | {key: float(value) for key, value in words if key in KEYS}
+    return figures | printed_figures(out)
 
 
 def training(decoder: str, data: Path, workers: int, work: Path, steps: int) -> Figures:
