@@ -224,8 +224,8 @@ class MLflow(Tracker):
         """Return the run of the training that is resumed, if it was recorded."""
         if not facts.step:
             return None
-        only = f"tags.{TRAINING} = '{facts.training_id}'"
-        runs = self._client.search_runs([experiment], only, max_results=1)
+        condition = f"tags.{TRAINING} = '{facts.training_id}'"
+        runs = self._client.search_runs([experiment], condition, max_results=1)
         return str(runs[0].info.run_id) if runs else None
 
     @override

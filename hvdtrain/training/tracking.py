@@ -102,7 +102,7 @@ def _facts(session: Session, training_id: str, step: int) -> RunFacts:
         name=f"{session.plan.model} {session.adapter.name} {world.size}",
         parameters={k: v for k, v in known.items() if v is not None},
         environment=here,
-        training_id=training_id,
+        training_id=plain_name(training_id),  # of a checkpoint, perhaps of someone else
         step=step,
     )
 

@@ -202,8 +202,11 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def python(program: str, **variables: str) -> str:
     """Return the output of a process: wandb replaces ``sys.exit`` and hooks of the process."""
+    names = (
+        "from hvdtrain.training.trackers import *; from tests.unit.training.test_trackers import *"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", f"from tests.unit.training.test_trackers import *\n{program}"],
+        [sys.executable, "-c", f"{names}\n{program}"],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -227,6 +230,39 @@ def test_wandb_offline(tmp_path: Path) -> None:
     (line,) = output.splitlines()  # and nothing from the package
     folder = Path(line.rpartition(" ")[2])
     assert line == f"wandb: offline run in {folder}; upload it with: wandb sync {folder}"
+    records = list(records_of(folder))
+    (run,) = [record["run"] for record in records if record["type"] == "run"]
+    assert (run["project"], run["run_id"]) == ("hvdtrain-mnist", "0123456789ab")
+    config = run["config"]["update"]
+    assert (config["model"], config["schedule"]) == ("small", {"decay": 0.5})
+    assert config["environment"]["variables"] == {"OMP_NUM_THREADS": "1"}
+    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    assert [(row["step"], row["step/loss"]) for row in rows[:2]] == [(10, 0.25), (20, 0.25)]
+    assert rows[-1]["epoch/.._.._outside"] == 2.0
+    results: dict[str, Any] = {}
+    for record in records:
+        results |= record.get("summary", {}).get("update", {})
+    assert (results["train_loss"], results["stopped"]) == (0.125, "finished")
+    assert records[-1]["exit"]["exit_code"] == 0
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_resumed_training_continues_its_run_of_wandb(tmp_path: Path) -> None:
+    """As two folders of one run, which `wandb sync` uploads in order."""
+    program = f"""
+play(WandB({str(tmp_path)!r}), replace(SUMMARY, stopped=Stopped.DIVERGED))
+play(WandB({str(tmp_path)!r}), facts=replace(FACTS, step=20))
+"""
+    assert python(program) == ""
+    folders = sorted(tmp_path.glob("wandb/offline-run-*"))
+    assert len(folders) == 2
+    for folder, code, steps in zip(folders, (1, 0), ([10, 20], [30, 40]), strict=True):
+        records = list(records_of(folder))
+        (run,) = [record["run"] for record in records if record["type"] == "run"]
+        assert (run["run_id"], run["resume"]) == ("0123456789ab", True)
+        assert records[-1]["exit"].get("exit_code", 0) == code
+        rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+        assert [row["step"] for row in rows if "step/loss" in row] == steps
 
 
 KEY = "5ec2e7" * 7

@@ -272,11 +272,11 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
 
 def test_the_facts_of_a_run(notebook: Notebook) -> None:
     options: Any = {"tracker": ("mlflow=here",), "seed": 7}
-    open_trackers(session("my task#1", **options), "0123456789ab", step=40).close(SUMMARY)
+    open_trackers(session("my task#1", **options), "../../'x", step=40).close(SUMMARY)
     open_trackers(session(**options)).close(SUMMARY)
     facts, other = (value for call, value in notebook.calls if call == "start")
     assert (facts.project, facts.name) == ("hvdtrain-my task_1", "small horovod 2")
-    assert (facts.training_id, facts.step, other.step) == ("0123456789ab", 40, 0)
+    assert (facts.training_id, facts.step, other.step) == (".._..__x", 40, 0)
     assert len(other.training_id) == 12 and other.training_id != facts.training_id
     expected = {"seed": 7, "model": "small", "global_batch": 32, "lr": 0.0125, "world_size": 2}
     assert expected.items() <= facts.parameters.items()
