@@ -40,7 +40,7 @@ PATHS = (
     *("CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONHOME", "PYTHONPATH"),
     "VIRTUAL_ENV",
 )
-PATIENCE = 30.0  # seconds to remove the copies
+PATIENCE = 120.0  # seconds to remove the copies
 FAILED = 5.0  # seconds after a failure: a host may be lost
 
 
