@@ -20,7 +20,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hvdtrain.system.files import claim_folder
@@ -65,42 +65,68 @@ class LocalCopy:
 
         If it is, fill ``part`` and ``publish`` it.
         """
-        with _locked(self._root):
+        with self._exclusive() as take:
             self._job.touch()
             if self.folder.exists() and not _is_sound(self.folder):
-                _remove(self.folder)
-            self._remove_unused()
-            if self.folder.exists():
-                return False
-            self.part = Path(tempfile.mkdtemp(dir=self._root, prefix=f"{self.folder.name}{PART}"))
-            self._lock = _lock(self.part)
-            return True
+                take(self.folder)
+            missing = not self.folder.exists()
+            if missing:
+                prefix = f"{self.folder.name}{PART}"
+                self.part = Path(tempfile.mkdtemp(dir=self._root, prefix=prefix))
+                self._lock = _lock(self.part)
+        return missing
 
     def publish(self) -> None:
         """Give the complete ``part`` the name of the copy, unless another job was faster."""
         assert self.part
         (self.part / MARK).write_text(BOOT.read_text())
-        with _locked(self._root):
+        with self._exclusive():
             self._job.touch()
             if not self.folder.exists():
                 self.part.rename(self.folder)
             self._unlock()
-            self._remove_unused()
 
     def release(self) -> None:
-        """End the use by this job; remove what nobody uses."""
-        with _locked(self._root):
+        """End the use by this job."""
+        with self._exclusive():
             self._job.unlink(missing_ok=True)
             self._unlock()
-            self._remove_unused()
 
     def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def _remove_unused(self) -> None:
-        """Remove the folders that are not locked, and of which no job is about to start ranks."""
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[Callable[[Path], None]]:
+        """Hold the lock of the folder; then remove what nobody uses, which may take minutes.
+
+        Yields a function that takes the name from a folder that is to be removed, too.
+        """
+        taken: dict[Path, int] = {}  # with their locks
+
+        def take(folder: Path) -> None:
+            with contextlib.suppress(BlockingIOError):  # it is in use
+                handle = _lock(folder)
+                nameless = folder.with_name(f"{folder.name}{PART}{secrets.token_hex(4)}")
+                taken[folder.rename(nameless)] = handle
+
+        try:
+            with _locked(self._root):
+                yield take
+                for folder in self._unused():
+                    take(folder)
+            for folder in taken:
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            for handle in taken.values():
+                os.close(handle)
+        if taken:
+            with _locked(self._root):
+                pass  # removes it if it is empty
+
+    def _unused(self) -> list[Path]:
+        """Return the folders of which no job is about to start ranks; they may be locked."""
         reserved = set()
         for path in self._root.glob(f"*{JOB}*"):
             with contextlib.suppress(FileNotFoundError):  # a rank has started
@@ -108,9 +134,9 @@ class LocalCopy:
                     reserved.add(path.name.partition(JOB)[0])
                 else:
                     path.unlink()
-        for path in self._root.iterdir():
-            if path.is_dir() and path.name not in reserved:
-                _remove(path)
+        return [
+            path for path in self._root.iterdir() if path.is_dir() and path.name not in reserved
+        ]
 
 
 def _lock(folder: Path) -> int:
@@ -126,18 +152,6 @@ def _lock(folder: Path) -> int:
         os.close(handle)
         raise
     return handle
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder unless it is in use."""
-    with contextlib.suppress(BlockingIOError):
-        handle = _lock(folder)
-        try:
-            nameless = folder.with_name(f"{folder.name}{PART}{secrets.token_hex(4)}")
-            folder.rename(nameless)
-            shutil.rmtree(nameless, ignore_errors=True)
-        finally:
-            os.close(handle)
 
 
 @contextlib.contextmanager

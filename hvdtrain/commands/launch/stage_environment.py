@@ -45,7 +45,7 @@ PATHS = (
     "PYTHONPATH",
     "VIRTUAL_ENV",
 )
-PATIENCE = 30.0  # seconds to remove the copies
+PATIENCE = 120.0  # seconds to remove the copies
 FAILED = 5.0  # seconds after a failure: a host may be lost
 
 
