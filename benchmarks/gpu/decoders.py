@@ -3,7 +3,7 @@
 python -m benchmarks.gpu.decoders --data DIR [--images 1000] [--copies 16] [--repeats 2]
 
 DIR holds train/CLASS/*; images are tiled to ImageNet's sizes as by ``benchmarks.decoders``. Loaders
-alone and ResNet-50's training, in turn, in the reverse order each second round; random images show
+alone and a training, in turn, in the reverse order each second round; random images show
 what a training could reach. Beside a rate: processor time per image, and the greatest utilization
 of the JPEG engines that nvidia-smi has shown. DALI may be beside the environment, on PYTHONPATH.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -27,6 +28,8 @@ from benchmarks.ratios import SCRIPTS, command, start
 from hvdtrain.system.machine import accelerator
 
 Figures = dict[str, float]
+ON_GPU = accelerator.kind() != accelerator.CPU
+TRAINED = ("--batch-size=256",) if ON_GPU else ("--batch-size=8", "--image-size=64")  # a rehearsal
 QUERY = ("nvidia-smi", "--query-gpu=utilization.jpeg", "--format=csv,noheader,nounits", "-lms=200")
 
 
@@ -42,7 +45,7 @@ def copied(source: Path, target: Path, copies: int) -> None:
 @contextmanager
 def jpeg_engines(figures: Figures) -> Iterator[None]:
     """Add the greatest utilization of the JPEG engines within the block, in percent."""
-    if accelerator.kind() == accelerator.CPU:
+    if not ON_GPU:
         yield
         return
     with subprocess.Popen(QUERY, stdout=subprocess.PIPE, text=True) as query:
@@ -56,29 +59,39 @@ def jpeg_engines(figures: Figures) -> Iterator[None]:
     )
 
 
+def output(line: list[str], seconds: float) -> str:
+    """Return what a command has printed; nothing if it takes longer."""
+    with start(line) as process:
+        try:
+            return process.communicate(timeout=seconds)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return ""
+
+
 def loader(decoder: str, data: Path, workers: int) -> Figures:
     """Measure a loader alone."""
     figures: Figures = {}
     line = command(1, str(SCRIPTS / "read_ahead.py"), decoder, str(data), str(workers))
     with jpeg_engines(figures):
-        out, _ = start(line).communicate(timeout=120)
+        out = output(line, 90)
     return figures | printed_figures(out)
 
 
-def training(decoder: str, data: Path, workers: int, work: Path, steps: int) -> Figures:
+def training(decoder: str, options: argparse.Namespace, data: Path, work: Path) -> Figures:
     """Measure a training; ``decoder`` may be ``synthetic``."""
     figures: Figures = {}
     summary = work / "summary.json"
-    images = (f"--data={data}", f"--workers={workers}", f"--decoder={decoder}")
-    line = (sys.executable, "-m", "hvdtrain.resnet", "--batch-size=256", f"--num-steps={steps}")
-    line += ("--strategy=single", "--quiet", f"--summary={summary}")
-    line += ("--synthetic",) if decoder == "synthetic" else images
+    images = (f"--data={data}", f"--workers={options.workers}", f"--decoder={decoder}")
+    line = (sys.executable, "-m", "hvdtrain.resnet", f"--model={options.model}", *TRAINED)
+    line += (f"--num-steps={options.steps}", "--strategy=single", "--quiet")
+    line += (f"--summary={summary}", *(("--synthetic",) if decoder == "synthetic" else images))
     with jpeg_engines(figures):
-        process = start(list(line))
-        process.communicate(timeout=180)
-    if process.returncode:
-        return figures
-    return figures | {KEYS[0]: json.loads(summary.read_text())["images_per_second_mean"]}
+        output(list(line), 120)
+    if summary.exists():
+        figures[KEYS[0]] = json.loads(summary.read_text())["images_per_second_mean"]
+        summary.unlink()
+    return figures
 
 
 def rounds(name: str, candidates: dict[str, Callable[[], Figures]], repeats: int) -> None:
@@ -89,7 +102,7 @@ def rounds(name: str, candidates: dict[str, Callable[[], Figures]], repeats: int
             runs[candidate].append(candidates[candidate]())
             print(f"{repeat + 1}/{repeats} {name} {candidate}: {runs[candidate][-1]}", flush=True)
     for candidate, figures in runs.items():
-        for key in figures[0]:
+        for key in dict.fromkeys(itertools.chain(*figures)):
             values = [one[key] for one in figures if key in one]
             print(
                 f"{name} {candidate} {key}: {statistics.median(values):.4g} "
@@ -108,6 +121,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--model", default="resnet50")
     parser.add_argument("--steps", type=int, default=60, help="0: no training")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -115,17 +129,19 @@ def main() -> None:
         native(options.data, work / "few", options.images)
         data = work / "images"
         copied(work / "few", data, options.copies)
-        workers = options.workers
         rounds(
             "loader",
-            {name: functools.partial(loader, name, data, workers) for name in ("pillow", "dali")},
+            {
+                name: functools.partial(loader, name, data, options.workers)
+                for name in ("pillow", "dali")
+            },
             options.repeats,
         )
         if options.steps:
             rounds(
                 "training",
                 {
-                    name: functools.partial(training, name, data, workers, work, options.steps)
+                    name: functools.partial(training, name, options, data, work)
                     for name in ("synthetic", "pillow", "dali")
                 },
                 options.repeats,

@@ -1,4 +1,4 @@
-"""Read training batches ahead by worker processes: read_ahead.py DECODER DATA WORKERS [BATCH].
+"""Read training batches ahead by worker processes: read_ahead.py DECODER DATA WORKERS.
 
 DATA holds train/CLASS/*; DECODER is pillow or dali. Batches of crops of 224 pixels arrive on the
 device, a GPU if there is one, and are normalised there; nothing is trained.
@@ -48,12 +48,13 @@ def processor_seconds() -> float:
 
 def main() -> None:
     """Print images/s and processor time per image."""
-    decoder, data, workers, *more = sys.argv[1:]
+    decoder, data, workers = sys.argv[1:]
     device = accelerator.kind()
+    batch = 256 if device != accelerator.CPU else 16  # a rehearsal
     options = ImageOptions(
         decoder=decoder, image_size=SIZE, workers=int(workers), device=device, data=Path(data)
     )
-    counts = batches(options, Path(data), int(more[0]) if more else 256)
+    counts = batches(options, Path(data), batch)
     sum(itertools.islice(counts, WARM))
     start, used, number = time.perf_counter(), processor_seconds(), 0
     while time.perf_counter() - start < SECONDS:
