@@ -104,7 +104,7 @@ def test_a_package_that_hangs_delays_the_end_by_half_a_minute(tmp_path: Path) ->
     assert summary.exists()
 
 
-def test_only_rank_0_writes(tmp_path: Path) -> None:
+def test_only_rank_0_writes_and_a_resumed_training_continues_its_run(tmp_path: Path) -> None:
     path, folder = real("mlflow"), tmp_path / "mlruns"
     summary = f"--summary={tmp_path / 's.json'}"
     choice = f"--tracker=mlflow={folder}"
@@ -114,6 +114,8 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     evaluation = (*PROGRAM, "--evaluate-only", choice, saved, "--quiet")
     evaluated = ranks(2, *evaluation, PYTHONPATH=path)
     assert (evaluated.code, evaluated.out, evaluated.err) == (0, "", "")
+    resumed = ranks(2, *PROGRAM, "--num-steps=25", choice, saved, "--quiet", PYTHONPATH=path)
+    assert (resumed.code, resumed.out, resumed.err) == (0, "", "")
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow.tracking import MlflowClient
 
@@ -122,7 +124,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     second, first = client.search_runs([experiment.experiment_id])
     assert first.data.params["world_size"] == "2"
     losses = client.get_metric_history(first.info.run_id, "step/step_loss")
-    assert [point.step for point in losses] == list(range(1, 21))
+    assert [point.step for point in losses] == list(range(1, 26))
     for done in (first, second):
         assert done.info.status == "FINISHED"
         assert done.data.metrics["summary/eval_accuracy"] > 0
