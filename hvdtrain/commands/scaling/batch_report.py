@@ -61,9 +61,11 @@ Curves = dict[BatchSetting, list[list[Evaluation]]]  # of each run
 
 
 def read_evaluations(runs: Sequence[BatchRun], folder: Path, metric: str) -> Curves:
-    """Return the evaluations of each run by setting."""
+    """Return the evaluations of each run that has not failed, by setting."""
     curves: Curves = {run.setting: [] for run in runs}
     for run in runs:
+        if run.summary is None:
+            continue
         path = file_path(run_stem(folder, run.setting.name, run.repeat), CURVES)
         with contextlib.suppress(OSError, ValueError):
             if read := read_curves(path):
@@ -129,7 +131,10 @@ def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting]
     if target is None:
         raise UsageError(f"{folder} has a batch-size study: use --target NAME=VALUE to report it")
     runs = read_runs(folder)
-    settings = settings or list(dict.fromkeys(run.setting for run in runs))
+    if not settings:
+        names = list(dict.fromkeys(run.setting.optimizer for run in runs))
+        known = {run.setting for run in runs}
+        settings = sorted(known, key=lambda known: (names.index(known.optimizer), known.batch))
     curves = read_evaluations(runs, folder, target.metric)
     results = make_results(runs, curves, settings, target)
     if not any(result.values for result in results):
@@ -186,7 +191,7 @@ def _table(results: Sequence[BatchResult], target: Target) -> str:
 def _csv(results: Sequence[BatchResult]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["optimizer", "batch", "updates", "seed", "value"])
+    writer.writerow(["optimizer", "batch", "updates", "run", "value"])
     for result in results:
         for number, value in enumerate(result.values, 1):
             writer.writerow([result.optimizer, result.batch, result.updates, number, value])

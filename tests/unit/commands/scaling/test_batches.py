@@ -109,12 +109,15 @@ def test_the_report(tmp_path: Path) -> None:
     finish(tmp_path, BatchSetting("sgd", 100), 1, [0.1, 0.91])
     study = make_study(options(tmp_path, optimizers=("sgd", "lamb")), WORDS)
     failed = RunOutcome(reason="the loss is nan at step 3", failed=True)
+    diverged = tmp_path / "runs" / "sgd-100-2.jsonl"  # after an epoch that had been evaluated
+    diverged.write_text('{"kind": "epoch", "step": 10, "epoch": 0, "eval_accuracy": 0.95}\n')
     study.record(study.variant(BatchSetting("sgd", 100)), 2, failed)
     assert [(variant.name, repeat) for variant, repeat in study.missing()] == [("sgd-100", 2)]
     report = batch_report.report(tmp_path, TARGET, study.settings)
     assert report.data["largest"] == {"sgd": 16, "lamb": 100}
     rows = {(row["optimizer"], row["batch"]): row for row in report.data["rows"]}
     assert rows["sgd", 100]["reached"] == 1
+    assert rows["sgd", 100]["values"] == (0.91,)
     assert rows["sgd", 100]["epochs"] is None
     assert rows["lamb", 16]["epochs"] == 1
     assert rows["lamb", 100]["values"] == (0.9299999999999999, 0.91)
@@ -126,7 +129,7 @@ def test_the_report(tmp_path: Path) -> None:
     ):
         assert words in report.text
     table = (tmp_path / "batches.csv").read_text().splitlines()
-    assert table[:2] == ["optimizer,batch,updates,seed,value", "sgd,16,20,1,0.95"]
+    assert table[:2] == ["optimizer,batch,updates,run,value", "sgd,16,20,1,0.95"]
     for file in report.data["files"]:
         assert Path(file).stat().st_size > 0
 
