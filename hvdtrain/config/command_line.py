@@ -97,7 +97,10 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
         if name.startswith("--"):
             name = name.replace("_", "-")
         values = {key.split()[1]: new for key, new in aliases.items() if key.startswith(f"{name} ")}
-        if name in aliases:
+        if aliases.get(name, "").endswith("="):
+            value = value if equals or not words else words.popleft()
+            result += f"{aliases[name]}{value}".split(maxsplit=aliases[name].count(" "))
+        elif name in aliases:
             result += [*aliases[name].split(), value] if equals else aliases[name].split()
         elif values:
             value = value if equals or not words else words.popleft()

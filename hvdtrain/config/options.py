@@ -51,8 +51,11 @@ class Options(CommOptions):
         ("warmup_epochs", "warmup_steps"),
     )
     """Pairs of mutually exclusive options."""
-    ALIASES: ClassVar[Mapping[str, str]] = {}
-    """Aliases: ``--option`` or ``--option value``, and the words that replace it."""
+    ALIASES: ClassVar[Mapping[str, str]] = {"--tensorboard": "--tracker tensorboard="}
+    """Aliases: ``--option`` or ``--option value``, and the words that replace it.
+
+    To words that end in ``=`` the value is attached.
+    """
 
     GROUPS: ClassVar[Sequence[str]] = (
         "common options",

@@ -69,7 +69,7 @@ examples:
 class DetectorOptions(SyntheticOptions):
     """Options of the training of a detector."""
 
-    ALIASES: ClassVar = ALIASES
+    ALIASES: ClassVar = {**SyntheticOptions.ALIASES, **ALIASES}
 
     skip_broken: bool = option(
         False, "skip and count images that are missing or cannot be decoded", bool

@@ -103,6 +103,10 @@ def test_trackers_and_ranks_to_profile_in_each_spelling(tmp_path: Path) -> None:
     assert read(file).tracker == several
     assert read(file, "--tracker=wandb").tracker == ("wandb",)  # the line wins
     assert read(config(tmp_path, "tracker: mlflow\n")).tracker == ("mlflow",)
+    for words in (["--tensorboard", "my logs"], ["--tensorboard=my logs"]):  # its former name
+        assert read(*words).tracker == ("tensorboard=my logs",)
+    assert read(config(tmp_path, "tensorboard: my logs\n")).tracker == ("tensorboard=my logs",)
+    assert refusal("--tensorboard").startswith("--tracker: 'tensorboard='")
     for words in (["--profile-ranks=0,3,0"], ["--profile-ranks", "0", "3"]):
         assert read("--profile=2:4", *words).profile_ranks == (0, 3)
 
