@@ -24,8 +24,8 @@ the file:
   whose fields become command-line options
 
 defaults:
-  batch 32 per rank; learning rate per rank {own.RECIPE.lr};
-  10 epochs, no warm-up, no weight decay, fp32
+  batch 32 per rank; 10 epochs, no warm-up, no weight decay, fp32; learning rate per rank:
+    {own.RECIPE.lr}
 
 examples:
   mpirun -n 2 python -m hvdtrain.train examples/own_task.py --epochs 20

@@ -1,12 +1,14 @@
 """Read images as for a training, in one process: read_images.py LOADER DATA.
 
-DATA holds train/CLASS/*; LOADER is hvdtrain, torchvision, timm or decoding. Each turns files into
-normalised float batches of 16 crops of 224 pixels: hvdtrain by its own loader; torchvision by
+DATA holds train/CLASS/*; LOADER is hvdtrain, dali, torchvision, timm or decoding. Each turns files
+into normalised float batches of 16 crops of 224 pixels: hvdtrain by its own loader, with Pillow or
+(dali) with NVIDIA DALI on the CPU; torchvision by
 ImageFolder, a DataLoader and the transforms of its reference training; timm by its own dataset,
 loader and prefetcher, with the same augmentation. "decoding" stops when an image is decoded whole,
 in RGB: what a loader that decodes all of it cannot exceed.
 """
 
+import functools
 import itertools
 import sys
 import time
@@ -20,9 +22,9 @@ from PIL import Image
 from hvdtrain.steps.sharding import Shards
 from hvdtrain.tasks.training_step_pytorch import network_input
 from hvdtrain.workloads.data import image_folder
-from hvdtrain.workloads.data.image_folder import ImageOptions
+from hvdtrain.workloads.data.image_folder import DALI, PILLOW, ImageOptions
 from hvdtrain.workloads.data.torch_images import Folder
-from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision
+from hvdtrain.workloads.resnet.pytorch import random_crop, random_view, torchvision
 
 BATCH, SIZE, SECONDS = 16, 224, 6.0
 which, data = sys.argv[1], Path(sys.argv[2])
@@ -32,8 +34,14 @@ if len(train.files) < BATCH:
     sys.exit(f"{data}: give at least {BATCH} images, of fewer timm's loader makes no batch")
 
 
-def hvdtrain() -> Iterator[int]:
-    folder = Folder(train, random_crop, ImageOptions(image_size=SIZE, workers=0))
+def hvdtrain(decoder: str = PILLOW) -> Iterator[int]:
+    options = ImageOptions(image_size=SIZE, workers=0)
+    if decoder == DALI:
+        from hvdtrain.workloads.data.dali_images import dali_folder
+
+        folder = dali_folder(train, random_view, options)
+    else:
+        folder = Folder(train, random_crop, options)
     deviation = 255 * torch.tensor(DEVIATION).view(3, 1, 1)
     mean = torch.tensor(MEAN).view(3, 1, 1)
     scale, offset = 1 / deviation, -255 * mean / deviation
@@ -88,10 +96,18 @@ def decoding() -> Iterator[int]:
         yield 1
 
 
-candidates = {"hvdtrain": hvdtrain, "torchvision": loader, "timm": timms, "decoding": decoding}
+candidates = {
+    "hvdtrain": hvdtrain,
+    "dali": functools.partial(hvdtrain, DALI),
+    "torchvision": loader,
+    "timm": timms,
+    "decoding": decoding,
+}
 batches = candidates[which]()
 sum(itertools.islice(batches, 4))  # what is read for the first time
-start, count = time.perf_counter(), 0
+start, used, count = time.perf_counter(), time.process_time(), 0
 while time.perf_counter() - start < SECONDS:
     count += next(batches)
 print("images_per_second", count / (time.perf_counter() - start))
+# Of all threads; unlike images/s hardly changed by what else runs on the machine.
+print("processor_milliseconds", 1e3 * (time.process_time() - used) / count)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from typing_extensions import override
 
 from hvdtrain.adapters import preflight
+from hvdtrain.adapters.profiler import Profiler
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.config.comm_options import CommOptions, check_adasum
@@ -129,6 +130,10 @@ class CommonAdapter(StateAdapter):
     def use_tf32(self, wanted: bool) -> None:
         """Enable or disable TF32 for fp32 multiplications on a GPU."""
 
+    def start_profiler(self) -> Profiler:
+        """Start the framework's profiler on this rank."""
+        raise NotImplementedError(f"{self.name} has no profiler")
+
     @property
     def gradient_sums(self) -> Sequence[GradientSums]:
         """Gradient sums, one per optimizer that is distributed over several ranks."""
@@ -141,6 +146,9 @@ class CommonAdapter(StateAdapter):
         different numbers of passes within.
         """
         return nullcontext()
+
+    def share_weights(self) -> None:
+        """Send the weights of this rank's share to the others, if they have them, too."""
 
     def sum_shards(self, values: Any) -> Any:
         """Return the sum over the ranks of per-shard results, e.g. squared norms.

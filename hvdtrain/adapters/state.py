@@ -242,8 +242,12 @@ class StateAdapter(Adapter):
         return loaded
 
     @together
-    def load_weights(self, path: Path | str, model: Any, *, origin: JsonValues) -> JsonValues:
+    def load_weights(
+        self, path: Path | str, model: Any, optimizer: Any = None, *, origin: JsonValues
+    ) -> JsonValues:
         """Load the weights of one checkpoint; only rank 0 has them until ``broadcast_state``.
+
+        With an ``optimizer`` its state is loaded, too.
 
         Of a directory of several, the newest is loaded; for ``origin`` and the result see
         ``resume``. Running statistics are the saved mean over the ranks that trained.
@@ -256,9 +260,9 @@ class StateAdapter(Adapter):
         def find() -> Checkpoint:
             checkpoint = checkpoints.load(Path(path), view.check_finite)
             checkpoints.check_origin(checkpoint, origin, "checkpoint")
-            return replace(checkpoint, training={})
+            return checkpoint if optimizer is not None else replace(checkpoint, training={})
 
-        loaded = view.load(find, None)
+        loaded = view.load(find, optimizer)
         assert loaded is not None
         return loaded
 

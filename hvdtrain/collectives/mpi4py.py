@@ -19,12 +19,17 @@ SPIN = 0.001  # seconds of polling; most waits are shorter
 NAP = 0.001  # seconds between tests afterwards
 
 
-def wait_for_all(world: MPI.Comm) -> None:
-    """Barrier that sleeps, as MPI's own polls on a core that other ranks may need."""
-    request, spun = world.Ibarrier(), time.perf_counter() + SPIN
-    while not request.Test():
+def wait(request: MPI.Request, status: MPI.Status | None = None) -> None:
+    """Wait and sleep, as MPI's own waits poll on a core that other ranks may need."""
+    spun = time.perf_counter() + SPIN
+    while not request.Test(status):
         if time.perf_counter() > spun:
             time.sleep(NAP)
+
+
+def wait_for_all(world: MPI.Comm) -> None:
+    """Barrier that sleeps; see ``wait``."""
+    wait(world.Ibarrier())
 
 
 def gather_bytes(world: MPI.Comm, data: bytes) -> list[bytes]:

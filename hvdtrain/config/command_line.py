@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import itertools
 import os
@@ -96,7 +97,10 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
         if name.startswith("--"):
             name = name.replace("_", "-")
         values = {key.split()[1]: new for key, new in aliases.items() if key.startswith(f"{name} ")}
-        if name in aliases:
+        if aliases.get(name, "").endswith("="):
+            value = value if equals or not words else words.popleft()
+            result += f"{aliases[name]}{value}".split(maxsplit=aliases[name].count(" "))
+        elif name in aliases:
             result += [*aliases[name].split(), value] if equals else aliases[name].split()
         elif values:
             value = value if equals or not words else words.popleft()
@@ -113,8 +117,8 @@ def _values(parser: Parser, arguments: list[str]) -> OptionValues:
     for name, value in vars(parser.read(arguments)).items():
         if isinstance(value, list) and isinstance(value[0], tuple):
             values[name] = tuple(itertools.chain(*value))  # a list in several words: 30 60 is 30,60
-        elif value is not None:
-            values[name] = value
+        elif value is not None:  # a list: of an option that was repeated
+            values[name] = tuple(value) if isinstance(value, list) else value
     return values
 
 
@@ -151,5 +155,7 @@ def _words(parser: Parser, setting: Setting, aliases: Mapping[str, str]) -> list
     if switch and option not in aliases:
         raise UsageError(f"{option}: {value!r} is not true or false")
     if isinstance(value, list):
+        if isinstance(action, argparse._AppendAction):
+            return [f"{option}={item}" for item in value]
         value = ",".join(map(str, value))
     return [f"{option}={str(value).lower() if isinstance(value, bool) else value}"]

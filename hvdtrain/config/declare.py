@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from typing_extensions import override
 
-from hvdtrain.config.values import counts, local_folder, numbers, span
+from hvdtrain.config.values import counts, local_folder, numbers, ranks, span, tracker
 from hvdtrain.errors import UsageError
 
 T = TypeVar("T")
@@ -30,14 +30,16 @@ OptionValues = dict[str, Any]
 SHOWN = 200  # characters of an invalid value in a message
 PLAIN_TYPES = {int: "a whole number", float: "a number"}
 MISSING = "the following arguments are required: "  # argparse's message
-LISTS = (counts, numbers)  # kinds of options that accept several words
+LISTS = (counts, numbers, ranks)  # kinds of options that accept several words
 METAVARS: Mapping[Any, str] = {
     Path: "PATH",
     local_folder: "PATH",
     str: "NAME",
     counts: "N,N",
     numbers: "N,N",
+    ranks: "N,N",
     span: "A:B",
+    tracker: "NAME[=WHERE]",
 }
 
 
@@ -51,6 +53,7 @@ def option(
     metavar: str = "",
     repeated: bool = False,
     either: str = "",
+    bare: str = "",
 ) -> Any:
     """Return a field that is an option.
 
@@ -63,6 +66,7 @@ def option(
         metavar: its value in the help; empty: by ``kind``.
         repeated: whether it may be given several times, each value one item of a tuple.
         either: a name that it shares with the options of which at most one may be given.
+        bare: its value if it is given without one; empty: it requires one.
     """
     metadata = {
         "help": text,
@@ -72,6 +76,7 @@ def option(
         "metavar": metavar,
         "repeated": repeated,
         "either": either,
+        "bare": bare,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -131,6 +136,8 @@ def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
         settings["nargs"] = "+"
     if field.metadata["repeated"]:
         settings["action"] = "append"
+    if field.metadata["bare"]:
+        settings |= {"nargs": "?", "const": field.metadata["bare"]}
     return settings
 
 

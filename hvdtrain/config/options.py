@@ -23,13 +23,17 @@ from hvdtrain.config.values import (
     positive,
     positive_or_auto,
     random_seed,
+    ranks,
     span,
+    tracker,
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
 
 TENSORFLOWS_SEED = 2**32 - 1  # of keras.utils.set_random_seed and NumPy's legacy generator
 LONGEST_CYCLE = 1000  # milliseconds
+LAYERWISE = ("lars", "lamb")  # optimizers that scale the update of each weight by its norm
+OPTIMIZERS = ("sgd", "adam", "adamw", *LAYERWISE)
 LARGEST_FUSION = 2**20  # MiB: a tebibyte
 TASK_OPTIONS = "task options"  # title of the options that a workload adds
 
@@ -47,8 +51,11 @@ class Options(CommOptions):
         ("warmup_epochs", "warmup_steps"),
     )
     """Pairs of mutually exclusive options."""
-    ALIASES: ClassVar[Mapping[str, str]] = {}
-    """Aliases: ``--option`` or ``--option value``, and the words that replace it."""
+    ALIASES: ClassVar[Mapping[str, str]] = {"--tensorboard": "--tracker tensorboard="}
+    """Aliases: ``--option`` or ``--option value``, and the words that replace it.
+
+    To words that end in ``=`` the value is attached.
+    """
 
     GROUPS: ClassVar[Sequence[str]] = (
         "common options",
@@ -84,7 +91,7 @@ class Options(CommOptions):
     )
     batch_size: int | None = option(None, "number of samples per rank and forward pass", batch)
     lr: float | None = option(None, "learning rate for one rank", non_negative)
-    optimizer: str = option("sgd", "optimizer", choices=("sgd", "adam", "adamw"))
+    optimizer: str = option("sgd", "optimizer", choices=OPTIMIZERS)
     precision: str = option(
         "auto",
         "numeric precision; bf16 and fp16: of the forward pass in training (autocast)",
@@ -121,9 +128,15 @@ class Options(CommOptions):
     )
     lr_scaling: str | None = option(
         None,
-        "scaling of the learning rate with the number of ranks (default: linear; none if "
-        "--global-batch-size is set, with adasum, and for ssd300)",
+        "scaling of the learning rate with the number of ranks (default: linear, for lars and "
+        "lamb sqrt; none if --global-batch-size is set, with adasum, and for ssd300)",
         choices=SCALINGS,
+    )
+    lr_base_batch: int | None = option(
+        None,
+        "global batch for which --lr is right: the learning rate grows by --lr-scaling with the "
+        "global batch divided by this number, instead of with the number of ranks",
+        batch,
     )
     warmup_epochs: float | None = option(None, "number of warm-up epochs", non_negative)
     warmup_steps: int | None = option(
@@ -138,9 +151,35 @@ class Options(CommOptions):
     lr_decay: float = option(
         0.1, "decay factor at each milestone of the multistep schedule", non_negative
     )
-    momentum: float = option(0.9, "momentum of SGD", fraction)
+    momentum: float = option(0.9, "momentum of SGD and LARS", fraction)
+    nesterov: bool = option(False, "use Nesterov momentum (--optimizer sgd)", bool)
     weight_decay: float | None = option(
-        None, "weight decay (adamw: decoupled; otherwise an L2 penalty)", non_negative
+        None, "weight decay (adamw, lars, lamb: decoupled; otherwise an L2 penalty)", non_negative
+    )
+    no_decay_on_norm: bool = option(
+        False,
+        "do not decay biases and the parameters of normalization layers (always so with lars and "
+        "lamb, which do not scale their updates either)",
+        bool,
+    )
+    label_smoothing: float = option(
+        0.0, "share of each label that is spread evenly over all classes, in training", fraction
+    )
+    mixup: float = option(
+        0.0,
+        "mix each training sample with the next one, in shares from Beta(ALPHA, ALPHA), e.g. 0.2; "
+        "0: no mixture",
+        non_negative,
+        metavar="ALPHA",
+    )
+    random_erase: float = option(
+        0.0, "probability that a rectangle of a training image is erased", fraction
+    )
+    ema: float = option(
+        0.0,
+        "decay per update of an exponential moving average of the weights, which is evaluated "
+        "instead of them and saved beside them, e.g. 0.999; 0: none",
+        fraction,
     )
     clip_norm: float = option(
         0.0, "maximum L2 norm of the gradients of an update; 0: no clipping", non_negative
@@ -236,13 +275,26 @@ class Options(CommOptions):
     log_every: int | None = option(
         None, "number of updates between lines of --metrics (default: 20 lines per epoch)", positive
     )
-    tensorboard: Path | None = option(None, "directory for TensorBoard logs", Path)
+    tracker: tuple[str, ...] = option(
+        (),
+        "record the run with wandb, mlflow or tensorboard, in the directory WHERE (default: ., "
+        "mlruns, runs; mlflow: or at a URI); repeat it for several trackers",
+        tracker,
+        repeated=True,
+    )
     timeline: Path | None = option(
         None, "file for Horovod's timeline (see hvdtrain timeline)", Path
     )
     timeline_steps: tuple[int, int | None] | None = option(
         None, "updates to record in --timeline: A:B is A + 1 to B (default: all)", span
     )
+    profile: tuple[int, int | None] | None = option(
+        None, "updates to profile with the framework's profiler: A:B is A + 1 to B", span
+    )
+    profile_dir: Path = option(
+        Path("profile"), "directory for the traces of --profile, rank-N.json.gz", Path
+    )
+    profile_ranks: tuple[int, ...] = option((0,), "ranks to profile (default: 0)", ranks)
     quiet: bool = option(False, "print errors only", bool)
     device: Any = "cpu"
     """Device in the framework's notation; not an option: set by the trainer."""
@@ -272,6 +324,8 @@ def check(options: Options) -> Options:
         if all(value is not None and value is not False for value in values):  # 0 is a value
             first, second = (f"--{name.replace('_', '-')}" for name in names)
             raise UsageError(f"{first} and {second} contradict each other: give one")
+    if options.nesterov and (options.optimizer != "sgd" or not options.momentum):
+        raise UsageError("--nesterov needs --optimizer sgd with --momentum")
     if options.accumulate_steps > 1 and options.sync_batchnorm:
         raise UsageError(
             "--sync-batchnorm needs the global batch in one pass, --accumulate-steps cuts it into "
@@ -293,12 +347,25 @@ def check(options: Options) -> Options:
         raise UsageError("--stage needs --data, a dataset packed by `hvdtrain pack`")
     if options.timeline_steps and options.timeline is None:
         raise UsageError("--timeline-steps needs --timeline FILE")
+    _check_output(options)
     _check_values(options)
     if options.evaluates_only:
         _check_evaluation(options)  # options of updates may be those of the training
     else:
         _check_training(options)
     return options
+
+
+def _check_output(options: Options) -> None:
+    names = [choice.partition("=")[0] for choice in options.tracker]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UsageError(f"--tracker {min(twice)} is given twice: give each tracker once")
+    if options.profile is None:
+        for name in ("profile_dir", "profile_ranks"):
+            if getattr(options, name) != Options.__dataclass_fields__[name].default:
+                raise UsageError(f"--{name.replace('_', '-')} needs --profile A:B")
+    elif options.profile[1] is None:
+        raise UsageError(f"--profile {options.profile[0]}: needs an end, e.g. 20:30")
 
 
 def _check_values(options: Options) -> None:
@@ -353,5 +420,6 @@ def _check_evaluation(options: Options) -> None:
         )
     if options.resume == "never":
         raise UsageError(f"--resume never and {mode} contradict each other: leave one out")
-    if options.timeline:
-        raise UsageError(f"--timeline records updates, and {mode} performs none: leave one out")
+    for name in ("timeline", "profile"):
+        if getattr(options, name):
+            raise UsageError(f"--{name} records updates, and {mode} performs none: leave one out")

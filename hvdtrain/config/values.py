@@ -84,6 +84,12 @@ def counts(value: str | Sequence[int]) -> tuple[int, ...]:
     return tuple(positive(part) for part in parts)
 
 
+def ranks(value: str | Sequence[int]) -> tuple[int, ...]:
+    """Read ranks separated by commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(dict.fromkeys(count(part) for part in parts))
+
+
 def positive_or_auto(value: str | int | float) -> int | Literal["auto"]:
     """Read a whole number of 1 or more, or ``auto``."""
     return "auto" if value == "auto" else positive(value)
@@ -99,6 +105,19 @@ def span(value: str) -> tuple[int, int | None]:
     if not colon or (span[1] is not None and span[1] <= span[0]):
         raise ValueError(f"{value} is not A:B, such as 10:20 (in a YAML file: in quotes)")
     return span
+
+
+TRACKERS = ("wandb", "mlflow", "tensorboard")  # names of packages and of extras, too
+
+
+def tracker(value: str) -> str:
+    """Read ``NAME`` or ``NAME=WHERE``; a password is refused, since others see the command line."""
+    name, equals, where = value.partition("=")
+    if re.search(r"//[^/]*:[^/]*@", where):
+        raise ValueError("a URI with a password belongs in the variable MLFLOW_TRACKING_URI")
+    if name not in TRACKERS or bool(equals) != bool(where):
+        raise ValueError(f"{value!r} is not NAME or NAME=WHERE, with {', '.join(TRACKERS)} as NAME")
+    return value
 
 
 def local_folder(value: str | Path) -> Path:

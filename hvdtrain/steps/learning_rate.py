@@ -2,7 +2,7 @@
 
 Linear scaling with the world size and warm-up: Goyal et al., "Accurate, Large Minibatch SGD"
 (2017); square-root scaling: Krizhevsky, "One weird trick" (2014); cosine schedule: Loshchilov and
-Hutter, "SGDR" (2017).
+Hutter, "SGDR" (2017); polynomial schedule: of power 2, as in MLPerf's reference for LARS.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from hvdtrain.errors import UsageError
 
 SCALINGS = ("linear", "sqrt", "none")
-SCHEDULES = ("constant", "linear", "cosine", "multistep")
+SCHEDULES = ("constant", "linear", "cosine", "polynomial", "multistep")
 
 
-def scale_factor(scaling: str, size: int) -> float:
-    """Return the factor of the learning rate on ``size`` ranks."""
+POWER = 2  # of the polynomial schedule
+
+
+def scale_factor(scaling: str, size: float) -> float:
+    """Return the factor of the learning rate for a batch that is ``size`` times larger."""
     factors = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}
     if scaling not in factors:
         raise UsageError(f"--lr-scaling {scaling}: choose one of {', '.join(SCALINGS)}")
@@ -34,7 +37,8 @@ class LearningRate:
     Attributes:
         base: learning rate for one rank.
         factor: scaling with the number of data ranks (``scale_factor``).
-        epochs: length of the training in epochs; ``linear`` and ``cosine`` reach 0 there.
+        epochs: length of the training in epochs; ``linear``, ``cosine`` and ``polynomial`` reach 0
+            there.
         warmup_epochs: number of epochs of linear warm-up from ``base`` to ``base * factor``; with
             factor 1 from 0, as otherwise warm-up on one rank would have no effect.
         schedule: schedule after warm-up, one of ``SCHEDULES``.
@@ -73,6 +77,8 @@ class LearningRate:
         done = min(1.0, (position - self.warmup_epochs) / span) if span > 0 else 1.0
         if self.schedule == "linear":
             return 1.0 - done
+        if self.schedule == "polynomial":
+            return (1.0 - done) ** POWER
         if self.schedule == "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * done))
         return 1.0

@@ -42,12 +42,15 @@ class Part:
         global_count: number of samples of the global batch, over all ranks.
         start: position before the global batch.
         end: position after the global batch.
+        successor: index of the sample that follows ``indices`` in the order of the epoch, whose
+            last sample is followed by its first.
     """
 
     indices: Indices
     global_count: int
     start: Position
     end: Position
+    successor: int = 0
 
     @property
     def count(self) -> int:
@@ -145,6 +148,7 @@ class Shards:
                 global_count=stop - start,
                 start=Position(epoch, start),
                 end=Position(epoch, stop) if stop < self.samples else Position(epoch + 1),
+                successor=int(order[(start + high) % self.samples]),
             )
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Part]:

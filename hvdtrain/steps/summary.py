@@ -165,6 +165,8 @@ class Summary:
     """Path of the newest one, or of the one that was evaluated."""
     timeline: str | None = None
     """Path, if one was recorded."""
+    profile: str | None = None
+    """Directory of the traces, if updates were profiled."""
     options: Mapping[str, Any] | None = None
     """Options that differ from their default."""
     environment: Mapping[str, Any] | None = None

@@ -17,15 +17,26 @@ from hvdtrain.steps.sharding import Indices, Part
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of samples in the framework's tensors; it may be empty."""
+    """A batch of n samples in the framework's tensors; it may be empty.
 
-    x: Any  # inputs of the model, e.g. images, uint8 or float
-    y: Any  # targets, e.g. class indices; its length is the number of samples
+    Attributes:
+        x: inputs of the model, e.g. images, uint8 or float, shape (n, ...).
+        y: targets, e.g. class indices, shape (n, ...).
+        shares: share of each sample in its mixture with the next one (``--mixup``), shape (n,);
+            ``x`` and ``y`` then have a sample more, unless n is 0. None: not mixed.
+        boxes: top, bottom, left and right edge of the part of each input that is erased
+            (``--random-erase``), as fractions of its sides, shape (len(x), 4). None: not erased.
+    """
+
+    x: Any
+    y: Any
+    shares: Any = None
+    boxes: Any = None
 
     @property
     def count(self) -> int:
         """Number of samples."""
-        return len(self.y)
+        return len(self.y if self.shares is None else self.shares)
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory; called by PyTorch's loaders."""
@@ -33,7 +44,14 @@ class Batch:
 
     def __getitem__(self, samples: slice) -> Batch:
         """Return a batch of some of the samples."""
-        return Batch(self.x[samples], self.y[samples])
+        mixed = self.shares is not None
+        wide = slice(samples.start, samples.stop + 1) if mixed else samples
+        return Batch(
+            self.x[wide],
+            self.y[wide],
+            self.shares[samples] if mixed else None,
+            None if self.boxes is None else self.boxes[wide],
+        )
 
 
 Augment = Callable[[Part], NDArray[Any]]

@@ -23,7 +23,7 @@ from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 LONGEST = 500  # characters of an error message
 RECIPE = Recipe(
     batch_size=32,
-    lr=LearningRates(sgd=0.01, adam=0.001, adamw=0.001),
+    lr=LearningRates(sgd=0.01, adam=0.001, adamw=0.001, lars=1.0, lamb=0.002),
     epochs=10,
     warmup_epochs=0.0,
     lr_schedule="constant",

@@ -37,6 +37,7 @@ class Task(ABC):
             checkpoint.
         columns: columns of the file of ``--predict``.
         notes: lines to show before the training.
+        decoder: library that decodes the images; empty: the framework does, or there are none.
         speed_only: for a benchmark on random samples, the first of ``notes``, with ``{updates}``;
             empty: a training.
         needs_empty_forward: whether an empty batch needs the forward and backward pass too,
@@ -45,6 +46,8 @@ class Task(ABC):
             next one outside of it sums them over the ranks.
         sum_shards: function that sums a tensor of results for this process's shard of parameters
             or gradients; if they are not sharded, it returns the tensor.
+        share_weights: function that sends the weights that only this process has updated to the
+            others, which have them, too.
         not_finite: reason for which the last ``update`` was not made; None: made or ``deferred``.
         may_defer: whether an update with gradients that are not finite may be reported later,
             which saves a synchronization with the device.
@@ -58,10 +61,12 @@ class Task(ABC):
     metrics: Sequence[Metric] = ()
     columns: Columns = CLASSES
     notes: tuple[str, ...] = ()
+    decoder = ""
     speed_only = ""
     needs_empty_forward = False
     no_sync: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
     sum_shards: Callable[[Any], Any] = staticmethod(lambda values: values)
+    share_weights: Callable[[], None] = staticmethod(lambda: None)
     not_finite: NotFinite | None = None
     may_defer = False
 
@@ -79,6 +84,10 @@ class Task(ABC):
     def deferred(self) -> bool:
         """Whether skipped updates are reported by ``updates_left_out``, not ``not_finite``."""
         return False
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context with the moving average of the weights, if the options ask for one."""
+        return nullcontext()
 
     @abstractmethod
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> Any:
@@ -128,6 +137,8 @@ class LearningRates:
     sgd: float
     adam: float
     adamw: float
+    lars: float
+    lamb: float
 
     def of(self, optimizer: str) -> float:
         """Return the learning rate for a value of ``--optimizer``."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,12 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part, bounds
 from hvdtrain.system.machine import accelerator
+from hvdtrain.tasks.augmented import augmented, edges
 from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
+from hvdtrain.tasks.layerwise_pytorch import Lamb, Lars, Layerwise
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
+from hvdtrain.tasks.moving_average import MovingAverage
 from hvdtrain.tasks.task import NotFinite, Task
 
 Losses = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -60,9 +65,12 @@ class InMemory(Indexed):
         return Batch(self.images[index], self.labels[index])
 
 
-def cross_entropy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each sample of a classifier, shape (n,), from logits and classes."""
-    return F.cross_entropy(output, y, reduction="none")
+def cross_entropy(output: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
+    """Return the loss of each sample of a classifier, shape (n,), from logits and classes.
+
+    A share ``smoothing`` of each label is spread evenly over all classes (Szegedy et al., 2016).
+    """
+    return F.cross_entropy(output, y, reduction="none", label_smoothing=smoothing)
 
 
 class TorchTask(Task):
@@ -94,6 +102,10 @@ class TorchTask(Task):
         columns: Columns = CLASSES,
     ) -> None:
         self.options, self.losses, self.metrics = options, losses, metrics
+        self._training_losses = losses
+        if options.label_smoothing:
+            smoothed = functools.partial(cross_entropy, smoothing=options.label_smoothing)
+            self._training_losses = smoothed
         self.columns = columns
         self.device = torch.device(options.device)
         self.dtype = torch.float64 if options.precision == "fp64" else torch.float32
@@ -102,7 +114,11 @@ class TorchTask(Task):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         on_gpu = self.device.type != accelerator.CPU
         self.optimizer = make_optimizer(self.model, options, fused=on_gpu)
-        self.train, self.test = train, test
+        if isinstance(self.optimizer, Layerwise):
+            self.optimizer.sum_shards = lambda norms: self.sum_shards(norms)
+        self._average = MovingAverage(self.optimizer, options.ema) if options.ema else None
+        self.train = augmented(train, options, classifies=losses is cross_entropy)
+        self.test = test
         self.scale = tuple(
             torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale
         )
@@ -118,7 +134,7 @@ class TorchTask(Task):
     @override
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> torch.Tensor:
         self._seed(seed)
-        batch = Batch(self._copy(batch.x), self._copy(batch.y))
+        batch = self._on_device(batch)
         if self._guard is None:
             self._guard = Guard(self.model, self.optimizer)
         if self.deferred:
@@ -135,6 +151,19 @@ class TorchTask(Task):
             loss += self._backward(last, batch.count)
         self._step(batch, loss, seed)
         return loss
+
+    def _on_device(self, batch: Batch) -> Batch:
+        """Return a training batch on the device, its ``boxes`` in pixels."""
+        shares, boxes = batch.shares, batch.boxes
+        if shares is not None:
+            shares = torch.from_numpy(shares).to(self.device, self.dtype)
+        if boxes is not None:
+            boxes = torch.from_numpy(edges(boxes, batch.x.shape[2:])).to(self.device)
+        return Batch(self._copy(batch.x), self._copy(batch.y), shares, boxes)
+
+    @override
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        return self._average.in_use(self.share_weights) if self._average else nullcontext()
 
     @override
     def compile(self) -> None:
@@ -211,12 +240,31 @@ class TorchTask(Task):
         with torch.autocast(
             self.device.type, self.low_precision, enabled=self.low_precision is not None
         ):
-            output = self.model(self._input(batch.x))
+            output = self.model(self._training_input(batch))
+        losses = self._training_loss(output.to(self.dtype), batch)
         # A sum over a count: the loss of an empty batch is 0, and so are its gradients.
-        return self._each(output.to(self.dtype), batch.y).sum() / max(1, count)
+        return losses.sum() / max(1, count)
 
-    def _each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        losses = self.losses(output, y)
+    def _training_input(self, batch: Batch) -> torch.Tensor:
+        x = self._input(batch.x)
+        if batch.boxes is not None:
+            erase(x, batch.boxes)
+        if batch.shares is None:
+            return x
+        shares = batch.shares.view(-1, *[1] * (x.ndim - 1))
+        return torch.lerp(x[1:], x[:-1], shares)
+
+    def _training_loss(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the loss of each sample, which is linear in the labels of a mixture."""
+        if batch.shares is None:
+            return self._each(self._training_losses, output, batch.y)
+        mine, others = (
+            self._each(self._training_losses, output, y) for y in (batch.y[:-1], batch.y[1:])
+        )
+        return torch.lerp(others, mine, batch.shares)
+
+    def _each(self, function: Losses, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses = function(output, y)
         if losses.shape != (len(y),):
             raise UsageError(
                 f"the losses of {len(y)} samples have the shape {tuple(losses.shape)}: a task "
@@ -264,7 +312,7 @@ class TorchTask(Task):
         output = self.model(self._input(batch.x)).to(torch.float64)
         for metric in metrics:
             metric.update(Batch(batch.x, y.cpu().numpy()), output.cpu().numpy())
-        return float(self._each(output, y).sum())
+        return float(self._each(self.losses, output, y).sum())
 
     @torch.no_grad()
     @override
@@ -289,6 +337,19 @@ def network_input(
     layout = torch.channels_last if channels_last else torch.preserve_format
     x = pixels.to(dtype, copy=True, memory_format=layout)
     return torch.addcmul(scale[1], x, scale[0], out=x)
+
+
+def erase(x: torch.Tensor, boxes: torch.Tensor) -> None:
+    """Set a part of each image to 0.
+
+    Args:
+        x: images, shape (n, channels, height, width).
+        boxes: top, bottom, left and right edge of each part in pixels, int64, shape (n, 4).
+    """
+    top, bottom, left, right = boxes[:, :, None].unbind(1)
+    rows, columns = (torch.arange(side, device=x.device) for side in x.shape[2:])
+    within = (top <= rows) & (rows < bottom), (left <= columns) & (columns < right)
+    x.masked_fill_(within[0][:, None, :, None] & within[1][:, None, None, :], 0)
 
 
 def _prefers_channels_last(first: torch.Size | None = None, *_: torch.Size) -> bool:
@@ -368,9 +429,19 @@ def make_optimizer(
     model: torch.nn.Module, options: Options, *, fused: bool = False
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``options`` name; its learning rate is set before each step."""
-    common: Any = {"lr": 1.0, "weight_decay": options.weight_decay or 0.0, "fused": fused}
+    decay, momentum = options.weight_decay or 0.0, options.momentum
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if options.optimizer == "lars":
+        return Lars(parameters, momentum=momentum, weight_decay=decay)
+    if options.optimizer == "lamb":
+        return Lamb(parameters, weight_decay=decay)
+    groups: Any = parameters
+    if options.no_decay_on_norm:
+        weights = [p for p in parameters if p.ndim > 1]
+        others = [p for p in parameters if p.ndim < 2]
+        groups = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+    common: Any = {"lr": 1.0, "weight_decay": decay, "fused": fused}
     if options.optimizer == "sgd":
-        return torch.optim.SGD(parameters, momentum=options.momentum, **common)
+        return torch.optim.SGD(groups, momentum=momentum, nesterov=options.nesterov, **common)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options.optimizer]
-    return kind(parameters, **common)
+    return kind(groups, **common)

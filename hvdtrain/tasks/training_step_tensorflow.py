@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from typing_extensions import override
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part
+from hvdtrain.tasks import layerwise_tensorflow
+from hvdtrain.tasks.augmented import augmented, edges
 from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
@@ -57,9 +60,16 @@ class InMemory(Indexed):
         return Batch(tf.gather(self.images, indices), tf.gather(self.labels, indices))
 
 
-def cross_entropy(output: Any, y: Any) -> Any:
-    """Return the loss of each sample of a classifier, shape (n,), from logits and classes."""
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(y, output)
+def cross_entropy(output: Any, y: Any, smoothing: float = 0.0) -> Any:
+    """Return the loss of each sample of a classifier, shape (n,), from logits and classes.
+
+    A share ``smoothing`` of each label is spread evenly over all classes (Szegedy et al., 2016).
+    """
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, output)
+    if not smoothing:
+        return losses
+    spread = -tf.reduce_mean(tf.nn.log_softmax(output), axis=-1)
+    return (1 - smoothing) * losses + smoothing * spread
 
 
 class TFTask(Task):
@@ -95,12 +105,17 @@ class TFTask(Task):
         columns: Columns = CLASSES,
     ) -> None:
         self.options, self.losses, self.metrics = options, losses, metrics
+        self._training_losses = losses
+        if options.label_smoothing:
+            smoothed = functools.partial(cross_entropy, smoothing=options.label_smoothing)
+            self._training_losses = smoothed
         self.columns = columns
         self.model = model
         self.dtype = tf.as_dtype(weight_dtype(options))
-        self.optimizer = make_optimizer(options)
+        self.optimizer = make_optimizer(options, model.trainable_variables)
         self.optimizer.build(model.trainable_variables)
-        self.train, self.test = train, test
+        self.train = augmented(train, options, classifies=losses is cross_entropy)
+        self.test = test
         self.scale = tuple(tf.constant(value, self.dtype) for value in scale)
         layers = model._flatten_layers(include_self=False)
         self._seeds = [
@@ -117,11 +132,12 @@ class TFTask(Task):
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> Any:
         # An array: TensorFlow keeps a tensor of each Python number, also NumPy's, for ever.
         rate = np.asarray(learning_rate, np.float64)
+        tensors = self._tensors(batch)
         if self._step is None:
             arguments = [tf.TensorSpec((), tf.float64), tf.TensorSpec((), tf.int64)]
-            self._step = _traced(self._traced_step, [*_any_number(batch), *arguments])
+            self._step = _traced(self._traced_step, [_any_number(tensors), *arguments])
         if batch.count or self.needs_empty_forward:
-            loss, bad, local = self._step(batch.x, batch.y, rate, np.int64(seed))
+            loss, bad, local = self._step(tensors, rate, np.int64(seed))
         else:
             loss, bad, local = self._empty_step(rate, np.zeros(()))
         self.not_finite = None
@@ -130,27 +146,37 @@ class TFTask(Task):
             self.not_finite = NotFinite(name, self._local_cause(loss, local))
         return loss
 
+    def _tensors(self, batch: Batch) -> dict[str, Any]:
+        """Return the fields of a training batch, ``boxes`` in pixels."""
+        tensors = {"x": batch.x, "y": batch.y}
+        if batch.shares is not None:
+            tensors["shares"] = tf.constant(batch.shares, self.dtype)
+        if batch.boxes is not None:
+            tensors["boxes"] = tf.constant(edges(batch.boxes, batch.x.shape[1:-1]))
+        return tensors
+
     def _local_cause(self, loss: Any, local: Any) -> str:
         if not np.isfinite(loss):
             return f"its loss is {float(loss)}"
         return f"its gradient of {self.model.trainable_variables[local].path}" if local >= 0 else ""
 
-    def _traced_step(self, pixels: Any, labels: Any, learning_rate: Any, seed: Any) -> Any:
+    def _traced_step(self, tensors: dict[str, Any], learning_rate: Any, seed: Any) -> Any:
         for index, state in enumerate(self._seeds):
             state.assign(tf.cast(tf.stack([seed, index]), state.dtype))
         variables = self.model.trainable_variables
-        loss, gradients = self._accumulated(pixels, labels)
+        loss, gradients = self._accumulated(Batch(**tensors))
         return loss, *self._apply(gradients, variables, learning_rate)
 
-    def _accumulated(self, pixels: Any, labels: Any) -> tuple[Any, list[Any]]:
+    def _accumulated(self, batch: Batch) -> tuple[Any, list[Any]]:
         """Return mean loss and gradients of a batch, in ``--accumulate-steps`` passes."""
-        count, number = tf.shape(labels)[0], self.options.accumulate_steps
+        count = tf.shape(batch.y if batch.shares is None else batch.shares)[0]
+        number = self.options.accumulate_steps
         if number == 1:
-            return self._backward(pixels, labels, count)
+            return self._backward(batch, count)
 
         def add(index: Any, loss: Any, sums: list[Any]) -> Any:
             cut = slice(index * count // number, (index + 1) * count // number)
-            chunk_loss, gradients = self._backward(pixels[cut], labels[cut], count)
+            chunk_loss, gradients = self._backward(batch[cut], count)
             return (
                 index + 1,
                 loss + chunk_loss,
@@ -165,13 +191,13 @@ class TFTask(Task):
         )
         return loss, gradients
 
-    def _backward(self, pixels: Any, labels: Any, count: Any) -> tuple[Any, list[Any]]:
+    def _backward(self, piece: Batch, count: Any) -> tuple[Any, list[Any]]:
         """Return loss and gradients of a piece, as its share in the mean over ``count`` samples."""
         variables = self.model.trainable_variables
         with tf.GradientTape() as tape:
             with self._lowered():
-                output = self.model(self._input(pixels), training=True)
-            losses = self._each(tf.cast(output, self.dtype), labels)
+                output = self.model(self._training_input(piece), training=True)
+            losses = self._training_loss(tf.cast(output, self.dtype), piece)
             # A sum over a count: the loss of an empty batch is 0, and so are its gradients.
             loss = tf.reduce_sum(losses) / tf.cast(tf.maximum(count, 1), self.dtype)
             # A loss that is not finite makes the gradients so, which inform all ranks.
@@ -179,6 +205,24 @@ class TFTask(Task):
             scaled = self.optimizer.scale_loss(loss * tf.cast(factor, loss.dtype))
         gradients = tape.gradient(scaled, [variable.value for variable in variables])
         return loss, gradients
+
+    def _training_input(self, batch: Batch) -> Any:
+        x = self._input(batch.x)
+        if batch.boxes is not None:
+            x = erased(x, batch.boxes)
+        if batch.shares is None:
+            return x
+        shares = tf.reshape(batch.shares, [-1, *[1] * (len(x.shape) - 1)])
+        return x[:-1] * shares + x[1:] * (1 - shares)
+
+    def _training_loss(self, output: Any, batch: Batch) -> Any:
+        """Return the loss of each sample, which is linear in the labels of a mixture."""
+        if batch.shares is None:
+            return self._each(self._training_losses, output, batch.y)
+        mine, others = (
+            self._each(self._training_losses, output, y) for y in (batch.y[:-1], batch.y[1:])
+        )
+        return batch.shares * mine + (1 - batch.shares) * others
 
     def _traced_empty_step(self, learning_rate: Any, zero: Any) -> Any:
         variables = self.model.trainable_variables
@@ -212,10 +256,29 @@ class TFTask(Task):
             for layer, policy in zip(layers, before, strict=True):
                 layer.dtype_policy = policy
 
+    @contextmanager
+    @override
+    def averaged_weights(self) -> Iterator[None]:
+        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        if not (self.options.ema and int(optimizer.iterations)):
+            yield
+            return
+        variables = self.model.trainable_variables
+        weights = [variable.numpy() for variable in variables]
+        for variable, average in zip(
+            variables, optimizer._model_variables_moving_average, strict=True
+        ):
+            variable.assign(average)
+        try:
+            yield
+        finally:
+            for variable, value in zip(variables, weights, strict=True):
+                variable.assign(value)
+
     @override
     def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
         if self._evaluate is None:
-            self._evaluate = _traced(self._traced_evaluate, _any_number(batch))
+            self._evaluate = _traced(self._traced_evaluate, _any_number((batch.x, batch.y)))
         loss, output = self._evaluate(batch.x, batch.y)
         for metric in metrics:
             metric.update(Batch(batch.x, batch.y.numpy()), output.numpy())
@@ -223,10 +286,10 @@ class TFTask(Task):
 
     def _traced_evaluate(self, pixels: Any, labels: Any) -> tuple[Any, Any]:
         output = tf.cast(self.model(self._input(pixels), training=False), tf.float64)
-        return tf.reduce_sum(self._each(output, labels)), output
+        return tf.reduce_sum(self._each(self.losses, output, labels)), output
 
-    def _each(self, output: Any, labels: Any) -> Any:
-        losses = self.losses(output, labels)
+    def _each(self, function: Losses, output: Any, labels: Any) -> Any:
+        losses = function(output, labels)
         if losses.shape.rank != 1:
             raise UsageError(
                 f"the losses have the shape {losses.shape}: a task must return one per sample"
@@ -254,9 +317,25 @@ def _not_finite(gradients: Sequence[Any]) -> Any:
     return tf.where(tf.reduce_all(finite), tf.constant(-1, tf.int64), first)
 
 
-def _any_number(batch: Batch) -> list[tf.TensorSpec]:
-    """Return the shapes of batches like ``batch`` with any number of samples."""
-    return [tf.TensorSpec((None, *part.shape[1:]), part.dtype) for part in (batch.x, batch.y)]
+def _any_number(tensors: Any) -> Any:
+    """Return the specifications of such tensors with any number of samples."""
+    return tf.nest.map_structure(
+        lambda tensor: tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype), tensors
+    )
+
+
+def erased(x: Any, boxes: Any) -> Any:
+    """Return images with a part of each set to 0.
+
+    Args:
+        x: images, shape (n, height, width, channels).
+        boxes: top, bottom, left and right edge of each part in pixels, int64, shape (n, 4).
+    """
+    top, bottom, left, right = tf.unstack(boxes[:, :, None], axis=1)
+    rows, columns = (tf.range(side, dtype=tf.int64) for side in x.shape[1:3])
+    in_rows, in_columns = (top <= rows) & (rows < bottom), (left <= columns) & (columns < right)
+    within = in_rows[:, :, None, None] & in_columns[:, None, :, None]
+    return tf.where(within, tf.zeros((), x.dtype), x)
 
 
 def _traced(function: Callable[..., Any], arguments: list[tf.TensorSpec]) -> Any:
@@ -277,6 +356,7 @@ class _Guarded:
     """
 
     penalty = 0.0
+    least = 0  # number of dimensions of a variable that has the penalty
     clip_norm = 0.0
     bad: Any  # in the current trace: the index of a gradient that is not finite, or -1
 
@@ -289,6 +369,8 @@ class _Guarded:
         if self.penalty:
             grads = [
                 gradient + self.penalty * variable.value  # tf.cast would round it to float32
+                if len(variable.shape) >= self.least
+                else gradient
                 for gradient, variable in zip(grads, variables, strict=True)
             ]
 
@@ -311,16 +393,36 @@ class AdamW(_Guarded, keras.optimizers.AdamW):
     """Keras' AdamW."""
 
 
-def make_optimizer(options: Options) -> keras.optimizers.Optimizer:
+class GuardedLars(_Guarded, layerwise_tensorflow.Lars):
+    """LARS, guarded."""
+
+
+class GuardedLamb(_Guarded, layerwise_tensorflow.Lamb):
+    """LAMB, guarded."""
+
+
+def make_optimizer(options: Options, variables: Sequence[Any]) -> keras.optimizers.Optimizer:
     """Return the optimizer that ``options`` name; its learning rate is set before each step."""
-    optimizer: keras.optimizers.Optimizer
-    decay = options.weight_decay or 0.0
-    if options.optimizer == "adamw":
-        optimizer = AdamW(1.0, epsilon=1e-8, weight_decay=decay)
+    optimizer: Any
+    decay, momentum = options.weight_decay or 0.0, options.momentum
+    ema: Any = {"use_ema": True, "ema_momentum": options.ema} if options.ema else {}
+    if options.optimizer == "lars":
+        optimizer = GuardedLars(1.0, momentum=momentum, decay=decay, **ema)
+    elif options.optimizer == "lamb":
+        optimizer = GuardedLamb(1.0, decay=decay, **ema)
+    elif options.optimizer == "adamw":
+        optimizer = AdamW(1.0, epsilon=1e-8, weight_decay=decay, **ema)
+        if options.no_decay_on_norm:
+            others = [variable for variable in variables if len(variable.shape) < 2]
+            optimizer.exclude_from_weight_decay(var_list=others)
     else:
         sgd = options.optimizer == "sgd"
-        optimizer = SGD(1.0, momentum=options.momentum) if sgd else Adam(1.0, epsilon=1e-8)
-        optimizer.penalty = decay
+        optimizer = (
+            SGD(1.0, momentum=momentum, nesterov=options.nesterov, **ema)
+            if sgd
+            else Adam(1.0, epsilon=1e-8, **ema)
+        )
+        optimizer.penalty, optimizer.least = decay, 2 * options.no_decay_on_norm
     optimizer.clip_norm = options.clip_norm
     if options.precision == "fp16":
         return keras.optimizers.LossScaleOptimizer(optimizer)

@@ -20,7 +20,8 @@ from hvdtrain.steps.sharding import Position
 from hvdtrain.steps.summary import Saves, Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
-from hvdtrain.training.plan import Session, weights_origin
+from hvdtrain.training.plan import Session, training_origin
+from hvdtrain.training.tracking import new_training_id
 
 
 @dataclass
@@ -37,6 +38,7 @@ class TrainState:
     skipped: int = 0  # number of updates skipped since the start: gradients were not finite
     # Start of each global batch that is skipped after a rollback: [epoch, consumed].
     left_out: list[list[int]] = field(default_factory=list)
+    training_id: str = field(default_factory=new_training_id)  # for trackers
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,8 @@ class CheckpointManager:
     def __init__(self, session: Session) -> None:
         self.options, self.adapter, self.task = session.options, session.adapter, session.task
         self.origin = {
-            **weights_origin(session.workload, session.options, session.plan),
-            "optimizer": session.options.optimizer,
+            **training_origin(session.workload, session.options, session.plan),
             "training_samples": session.task.train.samples,
-            "seed": session.options.seed,
         }
         self.path: str | None = None
         self._saved: Any = None  # mark of the checkpoint at ``path``
@@ -120,7 +120,18 @@ class CheckpointManager:
         if self.adapter.world.data_rank:  # only data rank 0 continues the sums of this epoch
             now.loss_sum, now.loss_count = 0.0, 0
         self.path, self._saved = state["path"], _mark(now)
+        self._compare_decoder(state["origin"].get("decoder"))
         return now
+
+    def _compare_decoder(self, saved: object) -> None:
+        """Add a note if another library, ``saved``, has decoded the images so far."""
+        now = self.task.decoder
+        if now and isinstance(saved, str) and saved.isalpha() and saved != now:
+            note = (
+                f"images are decoded by {now} from here on, and were by {saved}: their pixels "
+                f"differ slightly; --decoder {saved} keeps them"
+            )
+            self.task.notes = (*self.task.notes, note)
 
     def _occupy(self, directory: Path) -> None:
         check_writable(directory / STATE_FILE, "--checkpoint-dir")
@@ -187,7 +198,7 @@ class CheckpointManager:
             "loss_count": count,
             "stopped": stopped,  # for a chain of jobs
             "best": self.task.best,
-            "origin": self.origin,
+            "origin": {**self.origin, "decoder": self.task.decoder},
         }
         save = self.adapter.save_checkpoint(
             self.options.checkpoint_dir,

@@ -22,14 +22,22 @@ from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.integrity import differences
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.world import World
+from hvdtrain.system.files import check_folder
 from hvdtrain.system.runtime.detect import LaunchInfo
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.tasks.task import Task, Workload
-from hvdtrain.training.plan import TrainingPlan, make_plan, weights_origin
+from hvdtrain.training.plan import (
+    TrainingPlan,
+    has_average,
+    make_plan,
+    training_origin,
+    weights_origin,
+)
+from hvdtrain.training.tracking import check_trackers
 
 SHOWN = 12  # digits of a digest
 # Options that only rank 0 uses, or that do not affect results.
-LOCAL = ("quiet", "summary", "metrics", "tensorboard", "workers", "local_rank")
+LOCAL = ("quiet", "summary", "metrics", "tracker", "profile_dir", "workers", "local_rank")
 
 
 def check_early(
@@ -47,6 +55,14 @@ def check_early(
         if record.splits_model:
             check_stages(options.comm_options, launch.size)
     check_adasum(options.comm_options, launch.size, gpu=False)
+    if launch.is_root:
+        check_trackers(options.tracker)
+    absent = [str(rank) for rank in options.profile_ranks if rank >= launch.size]
+    if options.profile and absent:
+        ranks = "only rank 0" if launch.size == 1 else f"ranks 0 to {launch.size - 1}"
+        raise UsageError(f"--profile-ranks {','.join(absent)}: this run has {ranks}")
+    if options.profile and launch.rank in options.profile_ranks:
+        check_folder(options.profile_dir, f"--profile-dir {options.profile_dir}")
     _check_origin(workload, options, plan)
 
 
@@ -59,10 +75,12 @@ def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> N
     elif options.resume == "never":
         return
     else:
-        origin |= {"optimizer": options.optimizer, "seed": options.seed}
+        origin = training_origin(workload, options, plan)
     checkpoint = checkpoints.read_newest_state(path) if path else None
     if checkpoint:
         checkpoints.check_origin(checkpoint, origin, source)
+        if options.evaluates_only and options.ema and not has_average(checkpoint.state):
+            raise UsageError(f"{checkpoint.path} was trained without --ema: omit it here, too")
 
 
 def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:
@@ -90,6 +108,7 @@ def check_data(adapter: CommonAdapter, task: Task) -> None:
         "the test data (a digest of labels and names)": (
             task.test.digest[:SHOWN] if task.test else ""
         ),
+        "the decoder of the images (name it: --decoder)": task.decoder or "none",
     }
     remedy = "use the same data on every host (--data), preferably on a shared file system"
     _compare(adapter, mine, remedy)

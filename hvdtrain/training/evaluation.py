@@ -26,7 +26,7 @@ from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.tasks.metrics import Array, Consumer
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.plan import Session, weights_origin
+from hvdtrain.training.plan import Session, has_average, weights_origin
 from hvdtrain.training.progress import progress_of
 from hvdtrain.training.summary import (
     evaluation_rows,
@@ -73,7 +73,7 @@ def evaluate(
     alike = adapter.evaluates_together
     parts = evaluation_parts(test.samples, batch, world.data_rank, world.data_size, alike=alike)
     moved(0, test.samples)
-    with adapter.averaged_buffers(task.model):
+    with task.averaged_weights(), adapter.averaged_buffers(task.model):
         for loaded in test.evaluation(parts):
             loss += task.evaluate(loaded, [*metrics, *also])
             count += loaded.count
@@ -177,8 +177,13 @@ def _load_weights(session: Session) -> State:
     task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
     path = options.checkpoint or options.checkpoint_dir
     state: State = {"path": None, "step": 0}
+    average = None
     if path is not None:
         origin = weights_origin(session.workload, options, session.plan)
-        state = adapter.load_weights(path, task.model, origin=origin)
-    adapter.broadcast_state(task.model)
+        average = task.optimizer if options.ema else None  # which is in its state
+        state = adapter.load_weights(path, task.model, average, origin=origin)
+        if has_average(state) and not options.ema:
+            note = "these are the weights, not their moving average: use --ema to evaluate that"
+            task.notes = (*task.notes, note)
+    adapter.broadcast_state(task.model, average)
     return state

@@ -22,7 +22,8 @@ from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.on_nan import OnNan
 from hvdtrain.training.plan import Session
-from hvdtrain.training.progress import Figures, Progress
+from hvdtrain.training.profile_window import ProfileWindow
+from hvdtrain.training.progress import Progress
 from hvdtrain.training.summary import (
     headline,
     measured,
@@ -33,8 +34,10 @@ from hvdtrain.training.summary import (
 )
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
+from hvdtrain.training.trackers import Figures
 
 LINES_PER_EPOCH = 20  # log intervals
+EARLY = (Stopped.PREEMPTED, Stopped.DIVERGED)
 
 
 class _RepeatError(Exception):
@@ -53,6 +56,7 @@ class TrainingLoop:
         self.now = TrainState()
         self.preemption = Preemption(adapter.communicator, self._want_stop)
         self.timeline = TimelineWindow(options, adapter)
+        self.profile = ProfileWindow(options, adapter)
         self.pending: list[tuple[Part, Any]] = []  # losses not yet read
         self.train_loss: float | None = None
         self.interval_sum = 0.0  # of this rank's losses since the last log line
@@ -147,6 +151,7 @@ class TrainingLoop:
     def _end(self, stopped: Stopped) -> None:
         self.task.train.close()
         self.timeline.close()
+        self.profile.close(discards=stopped in EARLY)
         self._sum_up(stopped)
 
     def _finished(self) -> Stopped | None:
@@ -217,6 +222,7 @@ class TrainingLoop:
     def _update(self, part: Part, batch: Batch) -> None:
         process_status.stage = f"step {self.now.step + 1}"
         self.timeline.enter(self.now.step)
+        self.profile.enter(self.now.step)
         epochs = part.start.epoch + part.start.consumed / self.shards.samples
         seed = seed_of(self.options.seed, self.now.step, self.adapter.world.rank)
         before = self.on_nan.buffers()
@@ -232,9 +238,12 @@ class TrainingLoop:
         self.pending.append((part, loss))
         if self.now.step % self.read_every == 0 or self.now.step % self.log_every == 0:
             self._read_losses(in_step=True)
+        pauses = part.end.epoch > part.start.epoch or self._finished() is not None
+        profiled = self.profile.leave(self.now.step, pauses=pauses)
+        recorded = self.timeline.leave(self.now.step) or profiled
         self.clock.step(
             part.global_count,
-            counts=not (self._compiles(part) | self.timeline.leave(self.now.step)),
+            counts=not (self._compiles(part) | recorded),
             blocked=self.adapter.blocked_seconds,
         )
         self.show.advance(self.now.step)
@@ -371,7 +380,7 @@ class TrainingLoop:
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages
         # Ranks that stop early must not wait for one another any more.
-        ended_early = stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
+        ended_early = stopped in EARLY
         split = None if ended_early else self.clock.step_split(self.adapter.communicator)
         summary = with_session(self.clock.figures(), self.session)
         summary = with_evaluation(summary, self.now.metrics)
@@ -401,6 +410,7 @@ class TrainingLoop:
             stopped=stopped,
             checkpoint=self.checkpoints.path,
             timeline=self.timeline.recorded,
+            profile=self.profile.recorded,
         )
         speed_only = bool(self.task.speed_only)
         table = rows(summary, self.clock.rates(), self._measured(), speed_only=speed_only)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.comm_options import ADASUM
-from hvdtrain.config.options import Options
+from hvdtrain.config.options import LAYERWISE, Options
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.learning_rate import scale_factor
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
 from hvdtrain.system.output.text import plural
 from hvdtrain.tasks.task import Task, Workload
 
 BENCHMARK_STEPS = 100  # also on random samples
+EMA = "--ema"  # in the name of an optimizer in a checkpoint
 FEW_UPDATES = 30  # of a training whose number of epochs the user has set
 
 
@@ -82,7 +85,12 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     # step length between the mean of the gradients and their sum.
     fixed = options.global_batch_size or recipe.lr_batch or options.reduction == ADASUM
     per_batch = recipe.lr_batch and options.lr_scaling is None and options.reduction != ADASUM
+    base_batch = options.lr_base_batch or (recipe.lr_batch if per_batch else None)
+    # The norms of the weights bound the updates of these, however large the batch is.
+    scaling = options.lr_scaling or ("sqrt" if options.optimizer in LAYERWISE else "linear")
     lr = _or_default(options.lr, recipe.lr.of(options.optimizer))
+    if base_batch:
+        lr *= scale_factor(scaling, global_batch / base_batch)
     is_random = workload.random_without_data and options.data is None and options.epochs is None
     steps = BENCHMARK_STEPS if options.benchmark or is_random else None
     return TrainingPlan(
@@ -90,8 +98,8 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         global_batch=global_batch,
         epochs=epochs,
         num_steps=_or_default(options.num_steps, steps),
-        lr_scaling=_or_default(options.lr_scaling, "none" if fixed else "linear"),
-        lr=lr * (global_batch / recipe.lr_batch if per_batch else 1),
+        lr_scaling="none" if base_batch or (fixed and options.lr_scaling is None) else scaling,
+        lr=lr,
         schedule={
             "epochs": epochs,
             "warmup_epochs": _or_default(options.warmup_epochs, warmup),
@@ -110,6 +118,29 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
 def weights_origin(workload: Workload, options: Options, plan: TrainingPlan) -> dict[str, object]:
     """Return the values of a checkpoint's ``origin`` that its weights must have to fit."""
     return {"framework": options.framework, "workload": workload.name, "model": plan.model}
+
+
+def training_origin(workload: Workload, options: Options, plan: TrainingPlan) -> dict[str, object]:
+    """Return the values of a checkpoint's ``origin`` that a training must have to resume from it.
+
+    The optimizer is named with the options that determine what its state contains.
+    """
+    kind = [options.optimizer]
+    if options.no_decay_on_norm and options.optimizer not in LAYERWISE:
+        kind.append("--no-decay-on-norm")
+    if options.ema:
+        kind.append(EMA)
+    return {
+        **weights_origin(workload, options, plan),
+        "optimizer": " ".join(kind),
+        "seed": options.seed,
+    }
+
+
+def has_average(state: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint with the ``state`` has a moving average of the weights."""
+    origin = state.get("origin")
+    return isinstance(origin, dict) and EMA in str(origin.get("optimizer")).split()
 
 
 def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]:

@@ -1,14 +1,13 @@
-"""Progress output of a training: a bar or plain lines, JSON Lines, TensorBoard."""
+"""Progress output of a training: a bar or plain lines, JSON Lines, trackers."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn
@@ -26,10 +25,8 @@ from hvdtrain.system.files import Output, check_writable
 from hvdtrain.system.output.tables import summary_table
 from hvdtrain.system.runtime import terminal
 from hvdtrain.training.plan import Session
-from hvdtrain.training.tensorboard import TensorBoard
-
-Figures = Mapping[str, Any]
-"""Figures of a log interval or an epoch, by key of ``--metrics``."""
+from hvdtrain.training.trackers import Figures
+from hvdtrain.training.tracking import Trackers, open_trackers
 
 TRAINING, EVALUATING = "training", "evaluating"  # tasks of the bar, of which one is visible
 PLAIN_SECONDS = 5.0  # between two lines if the output is no terminal
@@ -90,7 +87,7 @@ class Progress:
 
     A rank that does not write (``writes``) shows and records nothing, so that the loop need not
     distinguish ranks. ``unit`` is the plural noun of the samples; ``speed_only`` hides epochs and
-    losses.
+    losses; ``trackers`` receive what is recorded.
     """
 
     def __init__(
@@ -100,10 +97,11 @@ class Progress:
         *,
         speed_only: bool = False,
         writes: bool = True,
+        trackers: Trackers | None = None,
     ) -> None:
         if not writes:
             options = dataclasses.replace(
-                options, quiet=True, metrics=None, summary=None, predict=None, tensorboard=None
+                options, quiet=True, metrics=None, summary=None, predict=None
             )
         self.unit, self._speed_only = unit, speed_only
         width = terminal.columns()
@@ -119,7 +117,7 @@ class Progress:
         self._lines = _output(options.metrics, "--metrics")
         self._summary = _output(options.summary, "--summary")
         self._predictions = _output(options.predict, "--predict")
-        self._board = TensorBoard(options.tensorboard) if options.tensorboard else None
+        self._trackers = trackers or Trackers()
         self._bar: Bar | None = None
         self._pieces: dict[str, TaskID] = {}
         self._loss, self._rate = "-", f"- {unit}/s"
@@ -277,32 +275,34 @@ class Progress:
         self.console.print(summary_table(title, rows))
         if self._lines:
             self._lines.close()
-        if self._board:
-            self._board.close()
         if self._summary and summary is not None:
             with self._summary.replacing() as file:
                 file.write(json.dumps(summary.to_json(), indent=1).encode() + b"\n")
             self._summary.close()
+        self._trackers.close(summary, self.message)
 
     def _record(self, kind: str, record: Figures) -> None:
         if self._lines:
             self._lines.append(json.dumps({"kind": kind, **nan_to_null(record)}).encode() + b"\n")
-        if self._board:
-            self._board.write(kind, record)
+        self._trackers.write(kind, record)
 
 
-def progress_of(session: Session) -> Progress:
+def progress_of(session: Session, training_id: str = "", step: int = 0) -> Progress:
     """Return the progress output of this rank, which opens its files; all ranks must call it.
 
+    A training that is resumed has done ``step`` updates; see ``open_trackers``.
+
     Raises:
-        UsageError: on every rank: a file cannot be written, or TensorBoard is not installed.
+        UsageError: on every rank: a file cannot be written, or a tracker cannot be started.
     """
+    writes = session.adapter.world.is_writer
     return session.adapter.communicator.together(
         lambda: Progress(
             session.options,
             session.workload.unit,
             speed_only=bool(session.task.speed_only),
-            writes=session.adapter.world.is_writer,
+            writes=writes,
+            trackers=open_trackers(session, training_id, step) if writes else None,
         )
     )
 

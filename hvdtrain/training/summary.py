@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "mpi4py
 # Those that tune a run; mpirun itself sets many more.
 OPEN_MPI = tuple(f"OMPI_MCA_{name}" for name in ("btl", "coll", "mpi_yield_when_idle", "pml"))
 VARIABLES = ("FI_", "HOROVOD_", "NCCL_", "OMP_", "UCX_", *OPEN_MPI)
+SECRET = re.compile("CREDENTIAL|KEY|PASS|SECRET|TOKEN")  # in the name of a variable
 
 
 def non_default_options(options: Options) -> dict[str, object]:
@@ -133,6 +135,7 @@ def environment(world: World) -> dict[str, object]:
             name: value
             for name, value in sorted(os.environ.items())
             if name.startswith(VARIABLES)
+            and not SECRET.search(name)
             and name != elastic.ADDRESS  # it contains the job's secret
         },
         "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -176,10 +179,11 @@ def rows(
         ]
     stopped, first = summary.stopped, _number(summary.seconds_to_first_step, ".1f")
     assert stopped is not None
-    files = {"checkpoint": summary.checkpoint, "timeline": summary.timeline}
+    records = {"timeline": summary.timeline, "profile": summary.profile}
+    files = {"checkpoint": summary.checkpoint, **records}
     return [
         *work,
-        (f"{unit}/s", _speed(rates, recorded=summary.timeline is not None)),
+        (f"{unit}/s", _speed(rates, recorded=any(records.values()))),
         *([("bubble", _bubble(summary.bubble))] if summary.bubble else []),
         *_gpu_rows(summary),
         ("seconds", f"{summary.seconds_total:.1f}, the first step after {first}"),
@@ -234,7 +238,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _speed(rates: Sequence[float], *, recorded: bool) -> str:
-    """Return the throughput; ``recorded``: steps in a timeline were excluded."""
+    """Return the throughput; ``recorded``: steps in a timeline or profile were excluded."""
     if not rates:
         return "- (steps recorded)" if recorded else "-"
     middle, low, high = statistics.median(rates), min(rates), max(rates)

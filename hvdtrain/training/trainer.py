@@ -121,7 +121,7 @@ def train(workload: Workload, options: Options) -> int:
     loop = TrainingLoop(session, shards, rate)
     loop.now = loop.checkpoints.resume()
     adapter.broadcast_state(task.model, task.optimizer)  # step 6
-    show = progress_of(session)
+    show = progress_of(session, loop.now.training_id, loop.now.step)
     loop.announce(show, device)
     try:
         return loop.run()  # steps 7 and 8, save_checkpoint and average_metrics
@@ -186,6 +186,7 @@ def _build(
         task.notes = (*task.notes, staged)
     task.needs_empty_forward = adapter.needs_empty_forward
     task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
+    task.share_weights = adapter.share_weights
     if options.sync_batchnorm:
         adapter.synchronize_batchnorm(task)
     if options.compile and not options.evaluates_only:

@@ -38,7 +38,8 @@ address=$(getent ahostsv4 "$1" | head -n 1 | cut -d ' ' -f 1)
 number=${{address##*.}}
 shift
 command=$(echo "$*" | sed 's/prted /prted --leave-session-attached /')
-ip netns exec {tag}-$number unshare -u sh -c "hostname {tag}-host$number; $command"
+setup="[ ! -x {folder}/setup ] || {folder}/setup $number"
+ip netns exec {tag}-$number unshare -u sh -c "hostname {tag}-host$number; $setup; $command"
 code=$?
 while [ -e {folder}/cut ]; do sleep 0.2; done
 case $code:$command in
@@ -117,6 +118,13 @@ class TwoHosts:
         for file in Path("/dev/shm").glob(f"*{self.tag}-host*"):  # of killed ranks
             file.unlink(missing_ok=True)
 
+    def set_up(self, script: str) -> None:
+        """Let each process on a host begin with a script, whose argument is the host's number.
+
+        What it mounts is seen by this process and those that it starts.
+        """
+        executable(self.folder / "setup", f"#!/bin/sh\n{script}")
+
     def namespace(self, number: int) -> str:
         """Return the network namespace of a host."""
         return f"{self.tag}-{number}"
@@ -148,8 +156,10 @@ class TwoHosts:
 
     def on(self, number: int, *words: str) -> list[str]:
         """Return the command that runs ``words`` on a host."""
-        hostname = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name(number)]
-        return ["ip", "netns", "exec", self.namespace(number), "unshare", "-u", *hostname, *words]
+        setup = f"[ ! -x {self.folder}/setup ] || {self.folder}/setup {number}"
+        line = f'hostname "$0" && {{ {setup}; }} && exec "$@"'
+        host = ["ip", "netns", "exec", self.namespace(number), "unshare", "-u"]
+        return [*host, "sh", "-c", line, self.name(number), *words]
 
     def mpirun(self, *words: str) -> list[str]:
         """Return the command on host 1 that starts two ranks on each host."""

@@ -8,13 +8,9 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hvdtrain.config.options import Options
-from hvdtrain.errors import UsageError
-from hvdtrain.training.progress import Progress
 from tests.conftest import ROOT
 from tests.unit.test_requirements import CHECK, CUDA, SETUP, pins
 
@@ -56,10 +52,3 @@ def test_a_users_script_imports_torchvision(tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert result.stdout == "62\n", result.stderr
-
-
-def test_a_file_in_place_of_a_tensorboard_folder_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    for path in (tmp_path / "file", tmp_path / "file" / "board"):
-        with pytest.raises(UsageError, match=f"--tensorboard {path}"):
-            Progress(Options(tensorboard=path))

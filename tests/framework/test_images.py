@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,13 @@ from sklearn.datasets import load_sample_image  # noqa: E402
 
 from hvdtrain.errors import TrainingError, UsageError  # noqa: E402
 from hvdtrain.tasks.training_step_pytorch import network_input  # noqa: E402
-from hvdtrain.workloads.data.image_folder import worker_errors  # noqa: E402
+from hvdtrain.workloads.data import dali_decoder  # noqa: E402
+from hvdtrain.workloads.data.dali_decoder import JpegDecoder, choose_decoder  # noqa: E402
+from hvdtrain.workloads.data.dali_images import plain_jpeg  # noqa: E402
+from hvdtrain.workloads.data.image_folder import ImageOptions, worker_errors  # noqa: E402
 from hvdtrain.workloads.data.torch_images import _ahead, decoded  # noqa: E402
 from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision  # noqa: E402
+from tests.conftest import error_of  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["china.jpg", "flower.jpg"])
@@ -143,3 +148,41 @@ def test_a_killed_worker_is_one_line_with_the_remedy() -> None:
     one_line = pytest.raises(TrainingError, match=r"has ended \(.*\): .*use fewer --workers")
     with one_line, worker_errors():
         next(iter(loader))
+
+
+def test_the_choice_of_the_decoder(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)  # it cannot be imported
+    for decoder in ("auto", "pillow"):
+        assert choose_decoder(ImageOptions(decoder=decoder)) == "pillow"
+    message = error_of(choose_decoder, ImageOptions(decoder="dali"))
+    assert message.startswith("--decoder dali: DALI does not work here (")
+    assert "pip install 'hvdtrain[dali]', or use --decoder pillow" in message
+    monkeypatch.setattr(dali_decoder, "gpu_number", lambda options: 0)
+    monkeypatch.setattr(dali_decoder, "is_installed", lambda name: False)
+    assert choose_decoder(ImageOptions()) == "pillow"
+    assert not caplog.messages
+    monkeypatch.setattr(dali_decoder, "is_installed", lambda name: True)
+    assert choose_decoder(ImageOptions()) == "pillow"
+    [note] = caplog.messages
+    assert note.startswith("DALI does not work here (") and note.endswith("decoded by pillow")
+    monkeypatch.setattr(JpegDecoder, "try_out", lambda self: None)
+    assert choose_decoder(ImageOptions()) == "dali"
+    assert choose_decoder(ImageOptions(decoder="pillow")) == "pillow"
+
+
+def test_a_jpeg_is_plain_by_its_markers(photograph: Path) -> None:
+    whole = photograph.read_bytes()
+    for data, plain in (
+        (whole, True),
+        (whole[:-2], False),
+        (whole[:20_000] + whole[-2:], True),  # as far as can be seen, and Pillow decodes it
+        (whole + b"more", False),
+        (whole[:-500] + b"\xff\xda" + whole[-498:], False),
+        (whole[:-500] + b"\xff\xd3" + whole[-498:], True),
+    ):
+        with Image.open(io.BytesIO(data)) as image:
+            bytes_ = plain_jpeg(image)
+            assert (bytes_ is not None) is plain
+            assert bytes_ is None or bytes_.tobytes() == data

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.commands.timeline.facts import to_json
+from hvdtrain.commands.timeline.profile import profile_facts
 from hvdtrain.commands.timeline.verdict import analyse
 from tests.conftest import ROOT
 from tests.parallel import resident
@@ -114,6 +115,38 @@ def test_a_window_contains_exactly_its_steps(framework: str, tmp_path: Path) -> 
     assert summary["timeline"] == str(path)
     assert summary["steps_completed"] == 9
     assert summary["images_per_second_mean"] > 0
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_profile_beside_the_timeline_of_the_same_updates(framework: str, tmp_path: Path) -> None:
+    path, folder = tmp_path / "timeline.json", tmp_path / "traces"
+    window = ("--profile=3:7", f"--profile-dir={folder}", "--profile-ranks=1")
+    summary = record(framework, tmp_path, f"--timeline={path}", "--timeline-steps=3:7", *window)
+    assert [file.name for file in folder.iterdir()] == ["rank-1.json.gz"]
+    assert summary["profile"] == str(folder)
+    assert summary["images_per_second_mean"] > 0
+    analysis = analyse(path, keeps_steps=True)[1]
+    facts = profile_facts(folder / "rank-1.json.gz", path, analysis)
+    assert facts.rank == 1
+    assert [step.step for step in facts.steps] == [4, 5, 6, 7]
+    # The last step of a timeline is not whole.
+    assert [step.timeline_step for step in facts.steps] == [1, 2, 3, None]
+    for step in facts.steps:
+        parts = (step.computing_seconds, step.communication_seconds, step.other_seconds)
+        assert min(parts) >= 0 and step.computing_seconds > 0
+        assert sum(parts) == pytest.approx(step.seconds)
+    if framework == "pytorch":  # TensorFlow does not record the sums within a traced function
+        assert all(step.communication_seconds > 0 for step in facts.steps)
+
+
+def test_other_programs_read_the_profiles(tmp_path: Path) -> None:
+    hta = pytest.importorskip("hta.trace_analysis")
+    ranks = ("--profile-ranks=0,1", f"--profile-dir={tmp_path / 'traces'}")
+    summary = record("pytorch", tmp_path, "--profile=3:9", *ranks)
+    assert summary["steps_completed"] == 9
+    trace = hta.TraceAnalysis(trace_dir=str(tmp_path / "traces"))
+    assert sorted(trace.t.get_ranks()) == [0, 1]
+    assert list(trace.get_profiler_steps()) == [4, 5, 6, 7, 8]  # it leaves out the last one
 
 
 def test_a_timeline_requested_by_the_environment_is_written(tmp_path: Path) -> None:

@@ -162,8 +162,8 @@ def test_a_signal_to_one_process_alone_gives_75_and_nobody_uses_its_directory(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_metrics_and_tensorboard(tmp_path: Path) -> None:
-    files = (f"--metrics={tmp_path / 'm.jsonl'}", f"--tensorboard={tmp_path / 'board'}")
+def test_metrics_and_a_tracker(tmp_path: Path) -> None:
+    files = (f"--metrics={tmp_path / 'm.jsonl'}", f"--tracker=tensorboard={tmp_path / 'board'}")
     outcome = completed(2, "-m", "hvdtrain.mnist", "--model=small", "--epochs=3", *files)
     assert "test accuracy" in outcome.out
     assert "\x1b" not in outcome.out  # plain lines where no person watches
@@ -172,7 +172,7 @@ def test_metrics_and_tensorboard(tmp_path: Path) -> None:
     assert [row["epoch"] for row in epochs] == [0, 1, 2]
     assert all(row["eval_samples"] == 297 for row in epochs)
     assert any(row["kind"] == "step" and row["images_per_second"] > 0 for row in rows)
-    assert len(list((tmp_path / "board").glob("events*"))) == 1
+    assert len(list((tmp_path / "board").glob("hvdtrain-mnist-*/events*"))) == 1
 
 
 def test_alone_without_horovod_says_so(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
+from hvdtrain.adapters.profiler import Profiler, rank_facts
 from hvdtrain.adapters.pytorch import batchnorm
 from hvdtrain.adapters.state_view import HostCopies, StateView, Take, check_names
 from hvdtrain.errors import UsageError
@@ -223,6 +224,12 @@ class PyTorchAdapter(CommonAdapter):
     @override
     def use_tf32(self, wanted: bool) -> None:
         accelerator.use_tf32(wanted)
+
+    @override
+    def start_profiler(self) -> Profiler:
+        from hvdtrain.adapters.pytorch.profiler import TorchProfiler
+
+        return TorchProfiler(rank_facts(self.world, self.name))
 
 
 def layout_of(value: torch.Tensor) -> ArraySpec:

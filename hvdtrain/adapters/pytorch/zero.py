@@ -41,6 +41,12 @@ class ZeroAdapter(ShardedAdapter):
         self._views[optimizer] = ShareView(self, model, Share(optimizer, self, model))
         return model, optimizer
 
+    @override
+    def share_weights(self) -> None:
+        for view in self._views.values():
+            if isinstance(view, ShareView):
+                view.share.send()
+
 
 class ShareView(ShardedView):
     """The whole model, and the optimizer state of this rank's share."""
@@ -90,7 +96,7 @@ class Share:
         self._buckets = [[by_owner[index] for index in bucket] for bucket in buckets(kinds)]
         self._hidden: list[torch.Tensor | None] = []
         optimizer.register_step_pre_hook(self._hide)
-        optimizer.register_step_post_hook(lambda *_: self._send())
+        optimizer.register_step_post_hook(lambda *_: self._end())
 
     def _hide(self, _: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if any(arguments[1:]) or named.get("closure"):
@@ -100,12 +106,15 @@ class Share:
             if index not in self.mine:
                 parameter.grad = None
 
-    @torch.no_grad()
-    def _send(self) -> None:
-        """Send each bucket from its owner to the others, overlapping it with the previous one."""
+    def _end(self) -> None:
         for parameter, gradient in zip(self.parameters, self._hidden, strict=True):
             parameter.grad = gradient
         self._hidden = []
+        self.send()
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Send each bucket from its owner to the others, overlapping it with the previous one."""
         before: tuple[Sequence[torch.Tensor], torch.Tensor, Any] | None = None
         with self.ddp.blocked(SUM):
             for bucket in self._buckets:

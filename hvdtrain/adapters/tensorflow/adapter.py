@@ -15,6 +15,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
+from hvdtrain.adapters.profiler import Profiler, rank_facts
 from hvdtrain.adapters.state_view import StateView, Take, check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
@@ -149,6 +150,12 @@ class TensorFlowAdapter(CommonAdapter):
     @override
     def use_tf32(self, wanted: bool) -> None:
         tf.config.experimental.enable_tensor_float_32_execution(wanted)
+
+    @override
+    def start_profiler(self) -> Profiler:
+        from hvdtrain.adapters.tensorflow.profiler import TensorFlowProfiler
+
+        return TensorFlowProfiler(rank_facts(self.world, self.name))
 
     @override
     def make_deterministic(self) -> None:

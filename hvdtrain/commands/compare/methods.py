@@ -15,12 +15,13 @@ from hvdtrain.adapters.select import check_version
 from hvdtrain.commands.study.command_options import (
     REFUSED,
     batch_sizes,
+    default_batch,
     effective_value,
+    entries,
     value_of,
     without_option,
 )
 from hvdtrain.commands.study.engine import RESULTS, StudyOptions
-from hvdtrain.config.command_line import parse
 from hvdtrain.config.declare import option
 from hvdtrain.config.strategies import ONE_PROCESS, PACKAGES, STRATEGIES
 from hvdtrain.config.values import names, positive
@@ -28,7 +29,6 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.output.text import plural, printable
-from hvdtrain.tasks.own import RECIPE
 
 OUT = Path("compare")
 RANKS, REPEATS = 2, 3  # defaults
@@ -87,11 +87,6 @@ class Method:
     def uses_all_devices(self) -> bool:
         """Whether it is one process with all devices of its host: ``nn.DataParallel``."""
         return self.strategy != ONE_PROCESS.name and self.ranks == 1
-
-
-def entries(text: str) -> tuple[str, ...]:
-    """Read ``a --x 1,2,b`` as strategies with their options; values may contain commas."""
-    return tuple(dict.fromkeys(part.strip() for part in re.split(r",(?=\s*[a-z])", text)))
 
 
 @dataclass(frozen=True)
@@ -243,25 +238,6 @@ def global_batch(words: Sequence[str], ranks: int) -> int:
                 f"batch size or --accumulate-steps {text}: must be a whole number of at least 1"
             )
     return int(size) if total else int(size) * ranks * int(passes)
-
-
-def default_batch(words: Sequence[str]) -> int | None:
-    """Return the default batch per rank of one of hvdtrain's programs; None for other programs.
-
-    Raises:
-        UsageError: the program does not have an option of the command.
-    """
-    after = [*words[words.index("-m") + 1 :], ""] if "-m" in words else [""]
-    package, _, name = after[0].rpartition(".")
-    if package != "hvdtrain":
-        return None
-    if name == "train":
-        return RECIPE.batch_size
-    if importlib.util.find_spec(f"hvdtrain.workloads.{name}") is None:
-        return None
-    workload = importlib.import_module(f"hvdtrain.workloads.{name}.task").WORKLOAD
-    options = parse(name, after[1:-1], description="", epilog="", kind=workload.options)
-    return int(workload.recipe(options).batch_size)
 
 
 def method_words(words: Sequence[str], method: Method, batch: int) -> list[str]:

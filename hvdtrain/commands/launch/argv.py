@@ -19,7 +19,7 @@ from hvdtrain.system.runtime.command import Command
 
 # Beginnings of the variables to export to ranks on other hosts, if they are set.
 FORWARDED = re.compile(
-    "CUDA_|FI_|GLOO_|HOROVOD_|HVDTRAIN_|KERAS_|KMP_|LD_LIBRARY_PATH|LD_PRELOAD|MKL_|NCCL_|OMP_|"
+    "CONDA_PREFIX|CUDA_|FI_|GLOO_|HOROVOD_|HVDTRAIN_|KERAS_|KMP_|LD_LIBRARY_PATH|LD_PRELOAD|MKL_|NCCL_|OMP_|"
     "PATH|PYTHON|PYTORCH_|TF_|TORCH_|UCX_|VIRTUAL_ENV|XLA_"
 )
 # Environment of Intel's mpiexec: make -ppn count inside a batch job too, and forward TERM to the
@@ -46,6 +46,7 @@ class Launch:
     # Variables that set the agent by which Open MPI starts daemons on other hosts; empty: default.
     agent: Mapping[str, str] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)  # the user's
+    variables: Mapping[str, str] = field(default_factory=dict)  # additional ones of the ranks
 
     @property
     def oversubscribed(self) -> bool:
@@ -92,7 +93,7 @@ class Launch:
             UsageError: the launcher does not support the placement of the ranks.
         """
         dialect = self.mpi.dialect
-        variables = thread_variables(self.threads, self.environ)
+        variables = {**thread_variables(self.threads, self.environ), **self.variables}
         if dialect == "intel":
             variables |= {name: value for name, value in INTEL.items() if name not in self.environ}
         if self.layout.hosts and dialect in OPEN_MPI:
@@ -107,8 +108,9 @@ class Launch:
             variables["PYTHONUNBUFFERED"] = "1"
         environ = Command((), variables).environ(self.environ)
         options = BUILDERS[dialect](replace(self, environ=environ))
-        # Started by its path, Open MPI is found on the other hosts, too.
-        program = self.mpi.program if self.layout.hosts else Path(self.mpi.program).name
+        # Started by its path, Open MPI is found on the other hosts, too; and with another PATH.
+        named = self.layout.hosts or "PATH" in self.variables
+        program = self.mpi.program if named else Path(self.mpi.program).name
         return Command((program, *options, *self.words), variables)
 
 

@@ -18,6 +18,7 @@ from hvdtrain.commands.launch.prepare import (
     prepare,
     prepare_agents,
 )
+from hvdtrain.commands.launch.stage_environment import MUST, TRY, staged
 from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents
 from hvdtrain.commands.launch.watch import watch
 from hvdtrain.config.values import above_zero, positive
@@ -68,6 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=above_zero,
         metavar="SECONDS",
         help="seconds without output from any rank until the job is ended (default: none)",
+    )
+    parser.add_argument(
+        "--stage-env",
+        nargs="?",
+        const=MUST,
+        choices=(MUST, TRY),
+        help="copy the program's virtual or conda environment to $TMPDIR of each host over MPI, "
+        "and start the ranks there; try: on an error, e.g. of a full disk, start them as usual",
     )
     parser.add_argument("--tag", action="store_true", help="prefix each line of output with [RANK]")
     parser.add_argument(
@@ -122,6 +131,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     )
     if arguments.elastic and None in (arguments.min, arguments.max):
         raise UsageError("--elastic requires --min N and --max M, the numbers of ranks")
+    if arguments.stage_env and (arguments.elastic or arguments.launcher != "mpi"):
+        raise UsageError("--stage-env is for the launcher of the MPI, not torchrun or --elastic")
     if arguments.launcher == "torchrun" and not arguments.discovery:
         return _by_torchrun(request, dry_run=arguments.dry_run)
     if arguments.elastic:
@@ -133,8 +144,13 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         for note in notes(launch):
             log.warning("hvdtrain: %s", note)
         clear_leftovers()
-        log.info("%s", launch.command.show())
-        code = watch(launch, signals, tag=arguments.tag, timeout=timeout)
+        try:
+            with staged(launch, arguments.stage_env, signals) as launch:
+                log.info("%s", launch.command.show())
+                code = watch(launch, signals, tag=arguments.tag, timeout=timeout)
+        except KeyboardInterrupt:  # the ranks were not started
+            stop = signal.Signals(signals.received[-1])
+            code = code_after_stop(128 + stop, stop.name, request.words)
     return Report("", exit_code=code)
 
 

@@ -29,7 +29,12 @@ from hvdtrain.commands.scaling.runs import (
     check_continues,
     read_lines,
 )
-from hvdtrain.commands.study.command_options import batch_sizes, check_measurable, without_option
+from hvdtrain.commands.study.command_options import (
+    batch_sizes,
+    check_measurable,
+    entries,
+    without_option,
+)
 from hvdtrain.commands.study.engine import (
     LOG,
     RESULTS,
@@ -74,6 +79,19 @@ class ScalingOptions(StudyOptions):
         False, "constant batch per rank (default)", bool, group="runs", either="scaling"
     )
     strong: bool = option(False, "constant global batch", bool, either="scaling")
+    batches: tuple[int, ...] = option(
+        (),
+        "global batch sizes to compare by the --target metric, on one number of ranks, instead of "
+        "numbers of ranks",
+        sizes,
+        metavar="B,B,...",
+    )
+    optimizers: tuple[str, ...] = option(
+        (),
+        "optimizers for --batches, each with its options in quotes (default: that of the command)",
+        entries,
+        metavar="O,O,...",
+    )
     submit: str | None = option(
         None, "options of hvdtrain submit, in quotes: submit each size as a job", metavar="OPTIONS"
     )

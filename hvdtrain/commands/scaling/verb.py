@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
+from hvdtrain.commands.scaling.batches import LINES, BatchSetting, make_study
 from hvdtrain.commands.scaling.runs import read_folder, read_table
 from hvdtrain.commands.scaling.sweep import ScalingOptions, make_sweep, submit_sizes
 from hvdtrain.commands.study.command_options import NO_COMMAND
@@ -17,6 +19,8 @@ from hvdtrain.system.runtime.command import termination_as_interrupt
 EPILOG = f"""example:
   hvdtrain scaling --ranks 1,2,4,8 -- python -m hvdtrain.resnet --num-steps 20
   hvdtrain scaling --ranks 1,2,4 --strong -- python -m hvdtrain.mnist --global-batch-size 256
+  hvdtrain scaling --batches 64,512,4096 --optimizers 'sgd,lars,lamb --lr-scaling sqrt' \\
+      --target accuracy=0.985 -- python -m hvdtrain.mnist --data ~/mnist
   hvdtrain scaling --ranks 4,8,16 --submit "--walltime 0:20:00 --ppn 4" -- python train.py
   hvdtrain scaling --from measured.csv --leave-out 8
 
@@ -49,6 +53,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             raise UsageError("--from only reads a table: remove --ranks and the command")
         if options.target:
             raise UsageError("--target needs the training curves of the runs, not a table")
+    elif options.batches or (not words and (options.folder / LINES).exists()):
+        return _batch_study(options, words)
     elif words and options.submit is not None:
         return submit_sizes(options, words)
     elif words:
@@ -67,3 +73,23 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             return report(read_table(options.from_), options.from_, options, options.out)
         folder = options.folder
         return report(read_folder(folder), folder, options, folder)
+
+
+def _batch_study(options: ScalingOptions, words: list[str]) -> Report:
+    """Run and report a batch-size study; without a command only report it."""
+    if options.submit is not None:
+        raise UsageError("--batches and --submit: submit the study itself with hvdtrain submit")
+    settings: Sequence[BatchSetting] = ()
+    if words:
+        study = make_study(options, words)
+        settings, missing = study.settings, study.missing()
+        if options.dry_run:
+            return study.plan.show(missing)
+        with termination_as_interrupt():
+            study.plan.carry_out(missing, study.record)
+    elif options.batches:
+        raise UsageError(NO_COMMAND)
+    with terminal.working("drawing and writing the results"):
+        from hvdtrain.commands.scaling.batch_report import report
+
+        return report(options.folder, options.target, settings)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from hvdtrain.config.command_line import parse
 from hvdtrain.errors import UsageError
 from hvdtrain.system.settings import read_settings
+from hvdtrain.tasks.own import RECIPE
 
 # Options that would prevent independent measurements, with the reason.
 REFUSED = {
@@ -16,10 +21,16 @@ REFUSED = {
     "--metrics": "it is set by the study for each run",
     "--checkpoint-dir": "each run would resume from the previous one",
     "--timeline": "recording it slows a run down",
+    "--profile": "recording it slows a run down",
 }
 NO_COMMAND = "missing command: put it after --, e.g. `-- python train.py`"
 NOT_SET = "not set"
 DYNAMIC = "DYNAMIC"  # value of HOROVOD_TIMELINE: no timeline unless the program starts one
+
+
+def entries(text: str) -> tuple[str, ...]:
+    """Read ``a --x 1,2,b`` as names with their options; values may contain commas."""
+    return tuple(dict.fromkeys(part.strip() for part in re.split(r",(?=\s*[a-z])", text)))
 
 
 def value_of(words: Sequence[str], option: str) -> str | None:
@@ -100,6 +111,25 @@ def batch_sizes(words: Sequence[str]) -> tuple[str | None, str | None]:
         if per_rank is not None or total is not None:
             return per_rank, total
     return None, None
+
+
+def default_batch(words: Sequence[str]) -> int | None:
+    """Return the default batch per rank of one of hvdtrain's programs; None for other programs.
+
+    Raises:
+        UsageError: the program does not have an option of the command.
+    """
+    after = [*words[words.index("-m") + 1 :], ""] if "-m" in words else [""]
+    package, _, name = after[0].rpartition(".")
+    if package != "hvdtrain":
+        return None
+    if name == "train":
+        return RECIPE.batch_size
+    if importlib.util.find_spec(f"hvdtrain.workloads.{name}") is None:
+        return None
+    workload = importlib.import_module(f"hvdtrain.workloads.{name}.task").WORKLOAD
+    options = parse(name, after[1:-1], description="", epilog="", kind=workload.options)
+    return int(workload.recipe(options).batch_size)
 
 
 def check_measurable(words: Sequence[str], environ: Mapping[str, str]) -> None:

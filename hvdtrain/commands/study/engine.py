@@ -101,6 +101,7 @@ class Plan:
     repeats: int
     timeout: float | None = None  # seconds, of one run
     reverses: bool = False  # every second repeat in reverse order: a steady drift favours none
+    words: Callable[[int], Sequence[str]] = lambda repeat: ()  # options of a repeat
 
     def runs(self) -> list[Planned]:
         """Return all runs in order: each variant once, then again."""
@@ -116,7 +117,8 @@ class Plan:
 
     def command(self, variant: Variant, repeat: int) -> Command:
         """Return the launcher's command for one run; see ``launch_command``."""
-        return launch_command(variant.request, run_stem(self.folder, variant.name, repeat))
+        request = replace(variant.request, words=[*variant.request.words, *self.words(repeat)])
+        return launch_command(request, run_stem(self.folder, variant.name, repeat))
 
     def show(self, missing: Sequence[Planned]) -> Report:
         """Return the commands of the runs, for ``--dry-run``."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from hvdtrain.commands.launch.stage_environment import MUST, TRY
 from hvdtrain.config.declare import add_options, from_namespace, option
 from hvdtrain.config.values import count, positive
 from hvdtrain.errors import UsageError
@@ -146,6 +147,13 @@ class Job:
         "environment module to load; may be repeated", module_name, group=GROUPS[1], metavar="NAME"
     )
     env: str | None = option(None, "Python environment (this one), or none", metavar="DIR")
+    stage_env: str | None = option(
+        None,
+        "start the ranks from copies of the environment in $TMPDIR of each node; try: on an error, "
+        "e.g. of a full disk, as usual",
+        choices=(MUST, TRY),
+        bare=MUST,
+    )
     setup: tuple[str, ...] = _repeated(
         "line of shell to run before the command; may be repeated", setup_line, metavar="LINE"
     )
@@ -252,6 +260,11 @@ def check_job(job: Job) -> None:
         raise UsageError("--chain and --ladder: only a single command can be resumed")
     if job.once and job.ladder:
         raise UsageError("--once and --ladder cannot be combined")
+    if job.once and job.stage_env:
+        raise UsageError(
+            "--stage-env and --once: the command starts the ranks itself; add --stage-env to its "
+            "`hvdtrain launch`"
+        )
     names = [name for name, _ in job.var]
     for name in names:
         if names.count(name) > 1:

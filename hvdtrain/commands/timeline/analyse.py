@@ -124,6 +124,7 @@ class Analysis:
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = recorder
+        self.epoch: int | None = None  # microseconds since 1970 at time 0 of the file
         self.events = 0
         self.unfamiliar: Counter[str] = Counter()
         self.headless = 0  # ends and ticks of bars that began before the file or the slice

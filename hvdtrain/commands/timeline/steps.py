@@ -41,6 +41,7 @@ from hvdtrain.commands.timeline.events import (
 )
 
 SLOWEST = 5  # number of steps listed individually
+MOST_KEPT = 100_000  # whole steps that are kept on request
 UNRESOLVED = 1000.0  # microseconds: the default of HOROVOD_CYCLE_TIME
 
 Ticks = list[tuple[float, str]]
@@ -151,6 +152,16 @@ class SlowStep:
 
 
 @dataclass(frozen=True)
+class WholeStep:
+    """A whole step; times are microseconds, ``states`` by state."""
+
+    step: int  # the first one of the file is 1
+    start: float  # on the clock of the file
+    end: float
+    states: list[float]
+
+
+@dataclass(frozen=True)
 class StepFacts:
     """The whole steps."""
 
@@ -239,6 +250,7 @@ class Steps:
 
     def __init__(self, step_totals: StepTotals) -> None:
         self.step_totals = step_totals
+        self.kept: list[WholeStep] | None = None  # a list: keep each whole step in it
         self.number = 1  # of the current step
         self.lateness = Lateness()  # of the whole steps, and of the last one
         self.start_up = Lateness()  # of the negotiations before them
@@ -252,6 +264,8 @@ class Steps:
 
     def _reset(self) -> None:
         self.step_totals.reset()
+        if self.kept:
+            self.kept.clear()
         self.lengths = Sample()
         self.states: list[Sample] = []  # by state, one value per step
         self.overlapped = Sample()  # communicating while some rank still had a tensor to submit
@@ -310,8 +324,11 @@ class Steps:
         self.lengths.add(length)
         self.step_totals.close()
         self.states = self.states or [Sample() for _ in times]
-        for sample, before, now in zip(self.states, self._before, times, strict=True):
-            sample.add(now - before)
+        states = [now - before for before, now in zip(self._before, times, strict=True)]
+        for sample, spent in zip(self.states, states, strict=True):
+            sample.add(spent)
+        if self.kept is not None and len(self.kept) < MOST_KEPT:
+            self.kept.append(WholeStep(self.number, self._start, time, states))
         self.overlapped.add(self._overlap - self._before[COMMUNICATING])
         self.ticked += len(self._last_ready.ready) > 1
         rank, late, spread = self._last_ready.judge()

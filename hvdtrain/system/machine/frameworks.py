@@ -58,8 +58,13 @@ def find_module(name: str) -> Path | None:
         return Path(folders[0] if folders else str(spec.origin))
     if not folders:  # a script of that name
         return None
-    files = Path(folders[0], *rest[:-1]).glob(f"{rest[-1]}.*")
-    return next(iter(sorted(files)), None)
+    for folder in folders:  # several of a namespace, e.g. nvidia
+        path = Path(folder, *rest)
+        if (path / "__init__.py").is_file():
+            return path
+        if files := sorted(path.parent.glob(f"{path.name}.*")):
+            return files[0]
+    return None
 
 
 def is_installed(name: str) -> bool:

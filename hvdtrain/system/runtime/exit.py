@@ -57,6 +57,7 @@ class ProcessStatus:
     checkpoint: str = ""  # newest checkpoint of this run, from which it can resume
     interrupted: str = "interrupted"  # message after Ctrl-C
     reported: bool = False  # whether another rank has failed and reported it
+    hangs: bool = False  # whether a thread does not end, for which Python may wait at its exit
     at_exit: list[Callable[[int], None]] = field(default_factory=list)  # called with the exit code
     # Shut down the communication library:
     disconnect: list[Callable[[], None]] = field(default_factory=list)
@@ -279,8 +280,10 @@ def leave(code: int) -> NoReturn:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-    if code == 0:
+    if code == 0 and not process_status.hangs:
         sys.exit(0)
+    if code == 0:
+        _disconnect(WAIT_PREEMPTED)
     os._exit(code)
 
 

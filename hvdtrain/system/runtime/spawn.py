@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Self
 
@@ -57,6 +57,7 @@ class StopSignals:
         self.received = list(received)  # in order
         self._forwarded = 0  # how many of them
         self._before: dict[int, Any] = {}  # handlers
+        self._interrupts = False
 
     def __enter__(self) -> Self:
         for number in STOP_SIGNALS:
@@ -71,6 +72,19 @@ class StopSignals:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received.append(number)
+        if self._interrupts:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Raise KeyboardInterrupt on a signal meanwhile, also on one that was received before."""
+        self._interrupts = True
+        try:
+            if self.received:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._interrupts = False
 
     def take(self) -> list[signal.Signals]:
         """Return the signals received since the last call."""

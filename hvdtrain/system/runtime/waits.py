@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -79,6 +79,8 @@ class Waits:
     ) -> None:
         self.rank, self.hosts, self.report = rank, hosts, report
         self.before: Callable[[], None] = lambda: None  # called before the next call
+        # Context of a call by its name, e.g. to see it in a profile.
+        self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext
         self.number = 0  # number of calls begun
         self._call: Wait | None = None
         self.traced: list[Callable[[], TracedCalls]] = []  # counters of the compiled sums
@@ -101,7 +103,8 @@ class Waits:
         self.number += 1
         self._call = Wait(self.number, call, time.monotonic())
         try:
-            yield
+            with self.mark(call):
+                yield
         finally:
             self._call = None
 

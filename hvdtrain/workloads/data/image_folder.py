@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 # Random images, for measuring speed: the number of ImageNet's, from a pool that fits into memory.
 SYNTHETIC_SAMPLES, SYNTHETIC_CLASSES, SYNTHETIC_POOL = 1_281_167, 1000, 32
+AUTO, PILLOW, DALI = DECODERS = ("auto", "pillow", "dali")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,14 @@ class SyntheticOptions(Options):
 
     EITHER: ClassVar = (*Options.EITHER, ("synthetic", "data"))
 
+    decoder: str = option(
+        AUTO,
+        "library that decodes the images; dali: NVIDIA DALI, only the cropped region, on a GPU by "
+        "its JPEG engine (hvdtrain.resnet with PyTorch); auto: dali on an NVIDIA GPU if it is "
+        "installed, else pillow",
+        choices=DECODERS,
+        group="data",
+    )
     synthetic: bool = option(
         False,
         "measure throughput on random images (default without --data)",
@@ -72,6 +81,12 @@ class ImageFolder:
     def digest(self) -> str:
         """Digest of names below the split's folder, their order and their labels."""
         return self.files.digest_with(self.labels.tobytes())
+
+
+def refuse_dali(options: SyntheticOptions, reason: str) -> None:
+    """Raise ``UsageError`` if the options request DALI, where ``reason`` excludes it."""
+    if options.decoder == DALI:
+        raise UsageError(f"--decoder dali: {reason}: omit it")
 
 
 def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, ImageFolder | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,21 +36,47 @@ Crop = Callable[[Image.Image, int], Image.Image]
 MOST_AHEAD = 16  # maximum number of batches in /dev/shm per rank
 
 
+@dataclass(frozen=True)
+class View:
+    """The square of an image that is a sample: of a region that is resized, a part.
+
+    Attributes:
+        left, top, width, height: region of the image in pixels.
+        resized: width and height to which the region is resized.
+        size: side of the square in pixels.
+        corner: left and top edge of the square in the resized region.
+        flip: whether the square is mirrored.
+        spare: permitted reduction factor of decoding, see ``decoded``.
+    """
+
+    left: int
+    top: int
+    width: int
+    height: int
+    resized: tuple[int, int]
+    size: int
+    corner: tuple[int, int] = (0, 0)
+    flip: bool = False
+    spare: float = 1.0
+
+
 class Reader(Protocol):
     """Reads the samples of a batch, in worker processes, to which it is sent by pickle."""
 
     samples: int  # number of samples
     digest: str  # of the samples in order
 
-    def batch(self, indices: list[int], epoch: int | None) -> Batch:
+    def batch(self, indices: list[int], epoch: int | None) -> Any:
         """Return these samples; with an epoch, augmented as a function of seed, epoch and sample.
+
+        They are a ``Batch``, or a dataclass with tensors that ``ReadAhead._read`` converts to one.
 
         Raises:
             UsageError: naming a broken file.
         """
 
 
-class _Batches(torch_data.Dataset[Batch | UsageError]):
+class _Batches(torch_data.Dataset[Any]):
     """The batches of a ``Reader``, by (indices, epoch).
 
     The error of a broken sample is returned, not raised: a worker's exception would reach the user
@@ -59,7 +86,7 @@ class _Batches(torch_data.Dataset[Batch | UsageError]):
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
-    def __getitem__(self, batch: Wanted) -> Batch | UsageError:
+    def __getitem__(self, batch: Wanted) -> Any:
         try:
             with worker_errors():
                 return _shared(self.reader.batch(*batch))
@@ -132,6 +159,26 @@ def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:
         return image if image.mode == "RGB" else image.convert("RGB"), smaller
 
 
+def cut(image: Image.Image, view: View) -> Image.Image:
+    """Return the square of ``view`` in RGB, of the result of ``Image.open``.
+
+    Raises:
+        UsageError: naming the broken file.
+    """
+    image, smaller = decoded(image, view.spare)
+    box = (
+        view.left / smaller,
+        view.top / smaller,
+        (view.left + view.width) / smaller,
+        (view.top + view.height) / smaller,
+    )
+    square = image.resize(view.resized, Image.Resampling.BILINEAR, box=box)
+    if view.resized != (view.size, view.size):
+        left, top = view.corner
+        square = square.crop((left, top, left + view.size, top + view.size))
+    return square.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.flip else square
+
+
 @contextlib.contextmanager
 def decoding_errors(name: str) -> Iterator[None]:
     """Convert decoding errors within the block to one that names the file."""
@@ -145,14 +192,15 @@ def decoding_errors(name: str) -> Iterator[None]:
         raise broken_image(name, error) from error
 
 
-def _shared(batch: Batch) -> Batch:
+def _shared(batch: Any) -> Any:
     """Move ``batch``, in a worker, to shared memory, for the training process.
 
     The queue would do so too, but if there is no space it drops the batch without an error.
     """
     if torch_data.get_worker_info() is not None:
-        batch.x.share_memory_()
-        batch.y.share_memory_()
+        for tensor in vars(batch).values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.share_memory_()
     return batch
 
 
@@ -177,9 +225,14 @@ class ReadAhead(Dataset):
         self._workers = options.workers or 0
         self._pin = torch.device(options.device).type != accelerator.CPU
         self._batches: list[Wanted] = []
-        self._loader: torch_data.DataLoader[Batch | UsageError] | None = None
+        self._loader: torch_data.DataLoader[Any] | None = None
 
     def _read(self, batches: list[Wanted]) -> Iterator[Batch]:
+        """Yield the batches."""
+        return self._loaded(batches)
+
+    def _loaded(self, batches: list[Wanted]) -> Iterator[Any]:
+        """Yield the batches as the reader returns them."""
         self._batches[:] = batches
         if self._loader is None:  # kept, with its workers, from epoch to epoch
             self._loader = torch_data.DataLoader(

@@ -15,34 +15,41 @@ from hvdtrain.errors import UsageError
 from hvdtrain.tasks.dataset import Dataset
 from hvdtrain.tasks.training_step_pytorch import TorchTask
 from hvdtrain.workloads.data.image_folder import ImageOptions
-from hvdtrain.workloads.data.torch_images import Synthetic, decoded
+from hvdtrain.workloads.data.torch_images import Synthetic, View, cut
 from hvdtrain.workloads.resnet.task import DEVIATION, MEAN, RESIZE
 
 
+def random_view(image: Image.Image, size: int) -> View:
+    """Return torchvision's random resized crop and horizontal flip, drawn by torch's generator."""
+    top, left, height, width = torchvision().transforms.RandomResizedCrop.get_params(
+        image, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)
+    )
+    flip = bool(torch.rand(()) < 0.5)
+    spare = min(width, height) / size
+    return View(left, top, width, height, (size, size), size, flip=flip, spare=spare)
+
+
 def random_crop(image: Image.Image, size: int) -> Image.Image:
-    """Return torchvision's random resized crop and horizontal flip, drawn by torch's generator.
+    """Return the square of a ``random_view``.
 
     A JPEG is decoded at a half, a quarter or an eighth of its sides if the crop still has ``size``
     pixels. On photographs of 800 pixels and more, and crops of 224, the mean difference from
     torchvision's result is 0.8 of 255, and at most 5 for an image.
     """
-    transforms = torchvision().transforms
-    top, left, height, width = transforms.RandomResizedCrop.get_params(
-        image, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)
-    )
-    image, smaller = decoded(image, min(width, height) / size)
-    box = tuple(edge / smaller for edge in (left, top, left + width, top + height))
-    crop = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
-    flip = bool(torch.rand(()) < 0.5)
-    return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else crop
+    return cut(image, random_view(image, size))
+
+
+def centre_view(image: Image.Image, size: int) -> View:
+    """Return torchvision's centre crop of the image, whose shorter side is 256/224 of ``size``."""
+    shorter = round(size * RESIZE)
+    width, height = (int(shorter * side / min(image.size)) for side in image.size)
+    corner = (round((width - size) / 2), round((height - size) / 2))
+    return View(0, 0, *image.size, (width, height), size, corner)
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:
-    """Resize the shorter side to 256/224 of ``size``, and return the central square of ``size``."""
-    functional = torchvision().transforms.functional
-    resized = functional.resize(decoded(image)[0], round(size * RESIZE))
-    cropped: Image.Image = functional.center_crop(resized, [size, size])
-    return cropped
+    """Return the square of the ``centre_view``."""
+    return cut(image, centre_view(image, size))
 
 
 class BatchNorm2d(torch.nn.BatchNorm2d):

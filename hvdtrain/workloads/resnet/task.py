@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output.text import plural
 from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.data import image_folder
-from hvdtrain.workloads.data.image_folder import SYNTHETIC_CLASSES, ImageOptions
+from hvdtrain.workloads.data.image_folder import (
+    DALI,
+    SYNTHETIC_CLASSES,
+    ImageFolder,
+    ImageOptions,
+)
 
-LR = LearningRates(sgd=0.0125, adam=0.0005, adamw=0.0005)
+LR = LearningRates(sgd=0.0125, adam=0.0005, adamw=0.0005, lars=1.0, lamb=0.001)
 
 EPILOG = f"""\
 models:
@@ -22,8 +28,9 @@ data:
   unless --num-steps is set, no evaluation.
 
 defaults:
-  batch 32 per rank; learning rate per rank {LR}; weight decay
-  1e-4; 90 epochs: 5 of warm-up, then cosine decay to 0; bf16 if the processor or GPU supports it
+  batch 32 per rank; weight decay 1e-4; 90 epochs: 5 of warm-up, then cosine decay to 0; bf16 if the
+  processor or GPU supports it; learning rate per rank:
+    {LR}
 
 examples:
   mpirun -n 2 python -m hvdtrain.resnet --batch-size 8
@@ -54,6 +61,8 @@ def build(options: ImageOptions) -> Task:
     """Return the task in the framework that the options name."""
     if options.image_size < 32:
         raise UsageError(f"--image-size {options.image_size}: a ResNet needs 32 pixels or more")
+    if options.framework != "pytorch":
+        image_folder.refuse_dali(options, f"{options.framework} decodes images itself")
     module = importlib.import_module(f"hvdtrain.workloads.resnet.{options.framework}")
     loader = importlib.import_module(f"hvdtrain.workloads.data.{LOADERS[options.framework]}")
     task: Task
@@ -65,24 +74,45 @@ def build(options: ImageOptions) -> Task:
             else "no --data: measuring speed on random images, {updates}; use --data DIR to train"
         )
         return task
-    train, test = image_folder.load(options.data, skip_broken=options.skip_broken)
-    left_out = []
-    if options.skip_broken:
-        workers = options.workers or 1
-        train, broken = image_folder.without_broken(train, workers)
-        left_out += broken
-        if test is not None:
-            test, broken = image_folder.without_broken(test, workers)
-            left_out += broken
+    train, test, left_out = _load(options.data, options)
+    folder, random, centre = loader.Folder, "random_crop", "centre_crop"
+    decoder = _decoder(options)
+    if decoder == DALI:
+        dali = importlib.import_module("hvdtrain.workloads.data.dali_images")
+        folder, random, centre = dali.dali_folder, "random_view", "centre_view"
     task = module.task(
         options,
-        loader.Folder(train, module.random_crop, options),
-        None if test is None else loader.Folder(test, module.centre_crop, options),
+        folder(train, getattr(module, random), options),
+        None if test is None else folder(test, getattr(module, centre), options),
         len(train.classes),
     )
+    task.decoder = decoder
+    notes = ["images are decoded by DALI"] if decoder == DALI else []
     if left_out:
-        task.notes = (f"skipped {plural(len(left_out), 'broken image')}, e.g. {left_out[0]}",)
+        notes.append(f"skipped {plural(len(left_out), 'broken image')}, e.g. {left_out[0]}")
+    task.notes = tuple(notes)
     return task
+
+
+def _load(data: Path, options: ImageOptions) -> tuple[ImageFolder, ImageFolder | None, list[str]]:
+    """Return the training and the test images, and the names of skipped ones."""
+    train, test = image_folder.load(data, skip_broken=options.skip_broken)
+    left_out: list[str] = []
+    if options.skip_broken:
+        workers = options.workers or 1
+        train, left_out = image_folder.without_broken(train, workers)
+        if test is not None:
+            test, broken = image_folder.without_broken(test, workers)
+            left_out = left_out + broken
+    return train, test, left_out
+
+
+def _decoder(options: ImageOptions) -> str:
+    """Return the name of the library that decodes; empty: the framework does."""
+    if options.framework != "pytorch":
+        return ""
+    dali = importlib.import_module("hvdtrain.workloads.data.dali_decoder")
+    return str(dali.choose_decoder(options))
 
 
 WORKLOAD = Workload(

@@ -11,9 +11,9 @@ from hvdtrain.config.declare import option
 from hvdtrain.errors import UsageError
 from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.data import coco
-from hvdtrain.workloads.data.image_folder import SyntheticOptions, broken_files
+from hvdtrain.workloads.data.image_folder import SyntheticOptions, broken_files, refuse_dali
 
-LR = LearningRates(sgd=2.6e-3, adam=1e-4, adamw=1e-4)
+LR = LearningRates(sgd=2.6e-3, adam=1e-4, adamw=1e-4, lars=0.5, lamb=0.001)
 
 ALIASES = {
     "--backbone": "--model",
@@ -51,9 +51,9 @@ data:
   is set.
 
 defaults:
-  batch 64 per rank; learning rate {rates} at a global
-  batch of 32, scaled linearly (see --lr-scaling); one epoch of warm-up, decay by 10 after 43 and 54
-  of 65 epochs; momentum 0.9, weight decay 5e-4
+  batch 64 per rank; one epoch of warm-up, decay by 10 after 43 and 54 of 65 epochs; momentum 0.9,
+  weight decay 5e-4; learning rate at a global batch of 32, scaled linearly (see --lr-scaling):
+    {rates}
 
 aliases, as in publications on SSD:
 {aliases}
@@ -69,7 +69,7 @@ examples:
 class DetectorOptions(SyntheticOptions):
     """Options of the training of a detector."""
 
-    ALIASES: ClassVar = ALIASES
+    ALIASES: ClassVar = {**SyntheticOptions.ALIASES, **ALIASES}
 
     skip_broken: bool = option(
         False, "skip and count images that are missing or cannot be decoded", bool
@@ -104,6 +104,7 @@ def build(options: DetectorOptions) -> Task:
     """
     if options.framework != "pytorch":
         raise UsageError(f"--framework {options.framework}: ssd300 supports only PyTorch; omit it")
+    refuse_dali(options, "ssd300 decodes whole images, by Pillow")
     if options.pictures:
         try:
             options.pictures.mkdir(parents=True, exist_ok=True)

@@ -53,6 +53,7 @@ KINDS: list[tuple[str, str | None, Any]] = [
     ("momentum", "0", 0.0),
     ("seed", "18446744073709551615", 2**64 - 1),
     ("evaluate-epochs", "21,31,37", (21, 31, 37)),
+    ("tracker", "mlflow=some/my_runs", ("mlflow=some/my_runs",)),
 ]
 SPELLED = ("num-steps", "lr-milestones", "data", "synthetic", "evaluate-epochs")
 
@@ -94,6 +95,22 @@ def test_a_window_of_steps(value: str, span: tuple[int, int | None]) -> None:
     assert read("--timeline=t.json", "--timeline-steps", value).timeline_steps == span
 
 
+def test_trackers_and_ranks_to_profile_in_each_spelling(tmp_path: Path) -> None:
+    several = ("wandb", "mlflow=a,b", "tensorboard=logs")
+    line = [word for choice in several for word in ("--tracker", choice)]
+    assert read(*line).tracker == several
+    file = config(tmp_path, "tracker: [wandb, 'mlflow=a,b', tensorboard=logs]\n")
+    assert read(file).tracker == several
+    assert read(file, "--tracker=wandb").tracker == ("wandb",)  # the line wins
+    assert read(config(tmp_path, "tracker: mlflow\n")).tracker == ("mlflow",)
+    for words in (["--tensorboard", "my logs"], ["--tensorboard=my logs"]):  # its former name
+        assert read(*words).tracker == ("tensorboard=my logs",)
+    assert read(config(tmp_path, "tensorboard: my logs\n")).tracker == ("tensorboard=my logs",)
+    assert refusal("--tensorboard").startswith("--tracker: 'tensorboard='")
+    for words in (["--profile-ranks=0,3,0"], ["--profile-ranks", "0", "3"]):
+        assert read("--profile=2:4", *words).profile_ranks == (0, 3)
+
+
 def test_a_variable_in_stage_is_this_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRATCH", "/local/job 7")
     assert read("--data=d", "--stage=/tmp").stage == Path("/tmp")
@@ -117,6 +134,8 @@ WRONG = {
     "--accumulate-steps": ("1e29",),
     "--framework": ("jax", ""),
     "--timeline-steps": ("9:3", "3:3", "3", "a:b", "-1:4", "1:2:3", "1.5:2", ""),
+    "--tracker": ("comet", "", "=runs", "mlflow=", "wandb,mlflow", "mlflow=http://me:pass@host"),
+    "--profile-ranks": ("-1", "0,", "all"),
 }
 
 
@@ -139,7 +158,7 @@ def test_a_wrong_value_is_one_line_that_names_the_option(option: str) -> None:
         (["--quiet=5"], ["--quiet"]),
         (["--stges", "2"], ["did you mean --stages?"]),
         (["--strategy=magic"], ["'magic'", ", ".join(STRATEGIES)]),
-        (["--lr-schedule=step"], ["'step'", "constant, linear, cosine, multistep"]),
+        (["--lr-schedule=step"], ["'step'", "constant, linear, cosine, polynomial, multistep"]),
     ],
 )
 def test_a_wrong_command_line_is_reported(line: list[str], words: list[str]) -> None:
@@ -168,6 +187,10 @@ def test_a_wrong_command_line_is_reported(line: list[str], words: list[str]) -> 
         (["--checkpoint-every=auto"], ["--checkpoint-every", "--checkpoint-dir"]),
         (["--resume=must"], ["--resume", "--checkpoint-dir"]),
         (["--timeline-steps=3:9"], ["--timeline-steps needs --timeline FILE"]),
+        (["--tracker=mlflow", "--tracker=mlflow=d"], ["--tracker mlflow is given twice"]),
+        (["--profile-dir=d"], ["--profile-dir needs --profile A:B"]),
+        (["--profile-ranks=0,1"], ["--profile-ranks needs --profile A:B"]),
+        (["--profile=20:"], ["--profile 20: needs an end, e.g. 20:30"]),
         (["--sync-batchnorm", "--accumulate-steps=2"], ["--sync-batchnorm", "give one"]),
         (["--reduction=adasum", "--sync-batchnorm"], ["--reduction", "--sync-batchnorm"]),
         (["--compile", "--framework=tensorflow"], ["--compile", "--framework tensorflow"]),
@@ -179,6 +202,7 @@ def test_a_wrong_command_line_is_reported(line: list[str], words: list[str]) -> 
         (["--predict=p", "--checkpoint=c", "--checkpoint-dir=d"], ["--checkpoint ", "-dir"]),
         (["--predict=p", "--checkpoint-dir=d", "--resume=never"], ["--resume never", "--predict"]),
         (["--evaluate-only", "--checkpoint=c", "--timeline=t"], ["--timeline", "--evaluate-only"]),
+        (["--evaluate-only", "--checkpoint=c", "--profile=2:3"], ["--profile", "--evaluate-only"]),
     ],
 )
 def test_contradictions_name_both_options(line: list[str], words: list[str]) -> None:

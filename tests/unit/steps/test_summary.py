@@ -45,7 +45,7 @@ def test_the_object_has_the_keys_of_the_contract() -> None:
         "eval_accuracy eval_metrics eval_samples images_per_second_mean images_per_second_std "
         "step_seconds_median seconds_total seconds_to_first_step step_split gradient_messages "
         "peak_memory_bytes utilisation_mean utilisation_lowest parameter_norm stopped "
-        "checkpoint timeline options environment"
+        "checkpoint timeline profile options environment"
     )
     assert json.loads(json.dumps(content))["stopped"] == "steps"
     assert content["gradient_messages"] == {"count": 4, "bytes": 1000}

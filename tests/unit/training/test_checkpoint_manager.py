@@ -43,6 +43,7 @@ def test_the_figures_of_saves_in_the_background(
         optimizer={"m": np.array([3.0])},
         train=SimpleNamespace(samples=32),
         best=["accuracy", True],
+        decoder="pillow",
     )
     session: Any = SimpleNamespace(
         options=Options(checkpoint_dir=tmp_path),
@@ -64,3 +65,23 @@ def test_the_figures_of_saves_in_the_background(
     assert figures and figures.count == 3 and figures.waited == manager.saves.waited
     assert figures.stopped >= figures.waited and figures.longest >= 2 * SLOW
     assert [path.name[-1] for path in sorted(tmp_path.glob("step-*"))] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "noted"),
+    [
+        ("dali", "pillow", True),
+        ("pillow", "dali", True),
+        ("dali", "dali", False),
+        (None, "pillow", False),  # saved by an earlier version
+        ("", "dali", False),
+        ("dali", "", False),
+        ("a\nb", "dali", False),
+    ],
+)
+def test_another_decoder_of_the_images_is_noted(saved: object, now: str, noted: bool) -> None:
+    task: Any = SimpleNamespace(decoder=now, notes=("first",))
+    CheckpointManager._compare_decoder(SimpleNamespace(task=task), saved)  # type: ignore[arg-type]
+    assert len(task.notes) == 1 + noted
+    if noted:
+        assert f"by {now} from here on" in task.notes[1] and f"--decoder {saved}" in task.notes[1]

@@ -36,6 +36,8 @@ def look(size: int = 1, **options: Any) -> None:
         (2, {"strategy": "single"}, "--strategy single trains in one process"),
         (1, {"strategy": "ddp", "framework": "tensorflow"}, "--strategy ddp is for pytorch"),
         (2, {"strategy": "ddp", "cycle_time_ms": 2.0}, "--cycle-time-ms is not for --strategy ddp"),
+        (2, {"profile": (2, 4), "profile_ranks": (0, 2)}, "--profile-ranks 2: .* ranks 0 to 1"),
+        (1, {"profile": (2, 4), "profile_ranks": (7, 9)}, "--profile-ranks 7,9: .* only rank 0"),
     ],
 )
 def test_what_is_refused(size: int, options: dict[str, Any], words: str) -> None:

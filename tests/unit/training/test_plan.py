@@ -26,7 +26,7 @@ from hvdtrain.training.plan import (
 
 RECIPE = Recipe(
     batch_size=32,
-    lr=LearningRates(sgd=0.1, adam=0.002, adamw=0.003),
+    lr=LearningRates(sgd=0.1, adam=0.002, adamw=0.003, lars=0.9, lamb=0.003),
     epochs=10,
     warmup_epochs=2.0,
     lr_schedule="linear",
@@ -159,6 +159,15 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**PER_BATCH, "accumulate_steps": 2}, {"lr": 0.1 * 8, "lr_scaling": "none"}),
     ({**PER_BATCH, "lr_scaling": "none"}, {"lr": 0.1, "lr_scaling": "none"}),
     ({**PER_BATCH, "lr_scaling": "linear"}, {"lr": 0.1, "lr_scaling": "linear"}),
+    ({"optimizer": "lars"}, {"lr": 0.9, "lr_scaling": "sqrt"}),
+    ({"optimizer": "lamb", "lr_scaling": "linear"}, {"lr": 0.003, "lr_scaling": "linear"}),
+    ({"optimizer": "lamb", "global_batch_size": 96}, {"lr": 0.003, "lr_scaling": "none"}),
+    ({**PER_BATCH, "optimizer": "lamb"}, {"lr": 0.003 * 2, "lr_scaling": "none"}),
+    # 128 samples, for which the rate would hold; of any number of ranks.
+    ({"lr_base_batch": 64}, {"lr": 0.1 * 2, "lr_scaling": "none"}),
+    ({"lr_base_batch": 64, "lr_scaling": "sqrt"}, {"lr": 0.1 * 2**0.5, "lr_scaling": "none"}),
+    ({"lr_base_batch": 32, "optimizer": "lars"}, {"lr": 0.9 * 2, "lr_scaling": "none"}),
+    ({"lr_base_batch": 256, "global_batch_size": 64}, {"lr": 0.1 / 4, "lr_scaling": "none"}),
     (
         {
             "warmup_epochs": 0.0,

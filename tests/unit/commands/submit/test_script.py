@@ -70,6 +70,15 @@ def test_a_program_with_an_equals_sign_is_no_assignment() -> None:
     assert "\n'X=1' Y=2\n" in text
 
 
+def test_the_environment_is_staged_by_launch() -> None:
+    staged = job_with("python", "train.py", stage_env="try")
+    assert "hvdtrain launch -n 1 --ppn 1 --stage-env try -- \\\n" in script_text(
+        staged, Pbs(), Site()
+    )
+    ladder = job_with("python", "train.py", ladder=True, stage_env="must")
+    assert " --stage-env must -- \\\n" in script_text(ladder, Pbs(), Site())
+
+
 EXCLUSIVE = "-l place=scatter:excl"
 WHOLE = Site(whole_nodes=True, select="system=polaris")
 

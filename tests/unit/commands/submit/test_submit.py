@@ -67,6 +67,7 @@ PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
         ("--array 1-2 --chain --progress d", "--array and --chain"),
         ("--ladder --chain --progress d", "--chain and --ladder"),
         ("--ladder --once", "--once and --ladder"),
+        ("--stage-env --once", "--stage-env and --once: the command starts the ranks itself"),
         ("--chain", "--checkpoint-dir"),
         ("--chain --chain-limit 1", "--chain-limit 1: must be at least 2"),
         ("--var A", "--var: 'A': must be NAME=VALUE"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.system.machine import frameworks
-from hvdtrain.system.machine.frameworks import is_installed
+from hvdtrain.system.machine.frameworks import find_module, is_installed
 
 
 @pytest.fixture
@@ -34,6 +34,19 @@ def test_an_extension_is_found_by_its_file_without_an_import(packages: Path) -> 
     (folder / "mpi_lib_v2.cpython-311-x86_64-linux-gnu.so").write_text("")
     assert is_installed("hvd_fake.torch.mpi_lib_v2")
     assert not is_installed("hvd_fake.tensorflow.mpi_lib")
+
+
+def test_a_package_in_a_namespace_is_found_in_each_of_its_directories(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's packages share one, and another of them may come first."""
+    package(packages, "first", "hvd_shared", "blas")
+    dali = package(packages, "second", "hvd_shared", "dali")
+    for name in ("second", "first"):
+        monkeypatch.syspath_prepend(packages / name)
+    assert is_installed("hvd_shared.blas")
+    assert find_module("hvd_shared.dali") == dali
+    assert not is_installed("hvd_shared.dal")
 
 
 def test_a_missing_module_is_not_installed() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,16 @@ from PIL import Image
 
 from hvdtrain.errors import UsageError
 from hvdtrain.workloads.data.files import FolderFiles, Names
-from hvdtrain.workloads.data.image_folder import decoding_error, load, scan, without_broken
+from hvdtrain.workloads.data.image_folder import (
+    ImageOptions,
+    decoding_error,
+    load,
+    scan,
+    without_broken,
+)
+from hvdtrain.workloads.resnet.task import WORKLOAD as RESNET
+from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
+from hvdtrain.workloads.ssd300.task import DetectorOptions
 from tests.conftest import error_of
 
 
@@ -183,3 +194,17 @@ def test_nothing_left_is_wrong_use(tmp_path: Path) -> None:
         path.write_bytes(b"x")
     with pytest.raises(UsageError, match=r"0\.jpg"):
         without_broken(scan(tmp_path), workers=0)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "words"),
+    [
+        (RESNET.build, ImageOptions(framework="tensorflow", decoder="dali"), "tensorflow"),
+        (SSD300.build, DetectorOptions(decoder="dali"), "ssd300"),
+    ],
+)
+def test_dali_is_refused_before_a_framework_is_imported(
+    build: Callable[[Any], Any], options: Any, words: str
+) -> None:
+    message = error_of(build, options)
+    assert message.startswith(f"--decoder dali: {words} decodes ") and message.endswith("omit it")

@@ -1,0 +1,242 @@
+"""Report a batch-size study: the metric by batch and optimizer, and the largest batch that learns.
+
+Source of the question: Shallue et al., "Measuring the Effects of Data Parallelism on Neural Network
+Training" (2019).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.commands.scaling.batches import BatchRun, BatchSetting, read_runs
+from hvdtrain.commands.study.curves import (
+    Evaluation,
+    Target,
+    draw_evaluations,
+    evaluations,
+    read_curves,
+)
+from hvdtrain.commands.study.engine import CURVES, file_path, run_stem
+from hvdtrain.errors import UsageError
+from hvdtrain.system.files import replacing
+from hvdtrain.system.output import Report, plots
+from hvdtrain.system.output.tables import message, table
+from hvdtrain.system.output.text import plural, printable
+
+STEM = "batches"  # of the table and the plot
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """The results of a setting over its seeds, with the keys of ``--json``."""
+
+    optimizer: str  # with its options; empty: that of the command
+    batch: int  # global
+    updates: int | None  # of a run
+    values: tuple[float, ...]  # of the metric at the end of each run that has one
+    reached: int  # number of runs that have reached the target at their end
+    runs: int
+    epochs: float | None  # median until the target; None: fewer than half of the runs reached it
+    reason: str = ""  # why a run failed
+
+    @property
+    def middle(self) -> float | None:
+        """The median of the values."""
+        return statistics.median(self.values) if self.values else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether more than half of the runs have reached the target at their end."""
+        return 2 * self.reached > self.runs
+
+
+Curves = dict[BatchSetting, list[list[Evaluation]]]  # of each run
+
+
+def read_evaluations(runs: Sequence[BatchRun], folder: Path, metric: str) -> Curves:
+    """Return the evaluations of each run that has not failed, by setting."""
+    curves: Curves = {run.setting: [] for run in runs}
+    for run in runs:
+        if run.summary is None:
+            continue
+        path = file_path(run_stem(folder, run.setting.name, run.repeat), CURVES)
+        with contextlib.suppress(OSError, ValueError):
+            if read := read_curves(path):
+                curves[run.setting].append(evaluations(read, metric))
+    return curves
+
+
+def make_results(
+    runs: Sequence[BatchRun], curves: Curves, settings: Sequence[BatchSetting], target: Target
+) -> list[BatchResult]:
+    """Return the results of ``settings``, of those that have run."""
+    results = []
+    for setting in settings:
+        mine = [run for run in runs if run.setting == setting]
+        if not mine:
+            continue
+        ended = [curve for curve in curves.get(setting, ()) if curve]
+        first = [
+            next((point.epochs for point in curve if target.is_reached(point.value)), None)
+            for curve in ended
+        ]
+        epochs = [number for number in first if number is not None]
+        number = len({run.repeat for run in mine})
+        results.append(
+            BatchResult(
+                setting.optimizer,
+                setting.batch,
+                next((run.summary.steps_completed for run in mine if run.summary), None),
+                tuple(curve[-1].value for curve in ended),
+                sum(target.is_reached(curve[-1].value) for curve in ended),
+                number,
+                statistics.median(epochs) if 2 * len(epochs) > number else None,
+                next((run.reason for run in mine if run.reason), ""),
+            )
+        )
+    return results
+
+
+def largest(results: Sequence[BatchResult]) -> dict[str, int | None]:
+    """Return by optimizer the largest batch that reaches the target, as all smaller ones do."""
+    best: dict[str, int | None] = {}
+    for name in dict.fromkeys(result.optimizer for result in results):
+        best[name] = None
+        for result in sorted(results, key=lambda result: result.batch):
+            if result.optimizer == name:
+                if not result.holds:
+                    break
+                best[name] = result.batch
+    return best
+
+
+def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting] = ()) -> Report:
+    """Report a study, and write its table and plot.
+
+    Args:
+        folder: its directory.
+        target: the metric value to reach.
+        settings: the requested rows; none: all.
+
+    Raises:
+        UsageError: there is no target, no run has been evaluated, or a file cannot be written.
+    """
+    if target is None:
+        raise UsageError(f"{folder} has a batch-size study: use --target NAME=VALUE to report it")
+    runs = read_runs(folder)
+    if not settings:
+        names = list(dict.fromkeys(run.setting.optimizer for run in runs))
+        known = {run.setting for run in runs}
+        settings = sorted(known, key=lambda known: (names.index(known.optimizer), known.batch))
+    curves = read_evaluations(runs, folder, target.metric)
+    results = make_results(runs, curves, settings, target)
+    if not any(result.values for result in results):
+        raise UsageError(
+            f"--target {target.metric}={target.value:g}: no run in {folder} has an evaluation with "
+            "this metric at the end of an epoch; train for whole epochs, without --num-steps"
+        )
+    files = [folder / f"{STEM}.csv"]
+    with replacing(files[0], "--out") as file:
+        file.write(_csv(results).encode(errors="replace"))
+    files += draw(results, curves, folder, target)
+    best = largest(results)
+    head = f"{target.metric} at the end of the training, median over the seeds (lowest to highest):"
+    parts = [message(head), _table(results, target)]
+    parts.append(
+        "\n".join(
+            f"largest batch that reaches {target}{f', {name}' if name else ''}: {batch or 'none'}"
+            for name, batch in best.items()
+        )
+    )
+    parts.append(message("written: " + ", ".join(map(str, files))))
+    data = {
+        "ok": True,
+        "metric": target.metric,
+        "value": target.value,
+        "rows": [asdict(result) for result in results],
+        "largest": best,
+        "files": list(map(str, files)),
+    }
+    return Report("\n\n".join(parts), data)
+
+
+def _table(results: Sequence[BatchResult], target: Target) -> str:
+    rows = []
+    for result in results:
+        values = "failed" if result.middle is None else f"{result.middle:.4f}"
+        if len(result.values) > 1:
+            values += f" ({min(result.values):.4f} to {max(result.values):.4f})"
+        epochs = "-" if result.epochs is None else f"{result.epochs:g}"
+        reached = f"{result.reached} of {result.runs}"
+        updates = "-" if result.updates is None else f"{result.updates:,}"
+        rows.append(
+            [result.optimizer or "-", f"{result.batch:,}", updates, values, reached, epochs]
+        )
+    header = ["optimizer", "batch", "updates", target.metric, "reached", "epochs to it"]
+    failures = [
+        message(f"{result.optimizer} {result.batch}: {result.reason}")
+        for result in results
+        if result.reason
+    ]
+    return "\n".join([table(header, rows), *failures])
+
+
+def _csv(results: Sequence[BatchResult]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["optimizer", "batch", "updates", "run", "value"])
+    for result in results:
+        for number, value in enumerate(result.values, 1):
+            writer.writerow([result.optimizer, result.batch, result.updates, number, value])
+    return text.getvalue()
+
+
+def draw(
+    results: Sequence[BatchResult], curves: Curves, folder: Path, target: Target
+) -> list[Path]:
+    """Write the metric over the batch, and over the epochs at the largest batch, as PDF and PNG."""
+    from matplotlib import pyplot as plt
+
+    plots.style()
+    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.8), sharey=True)
+    _draw_batches(axes[0], results, target)
+    most = max(result.batch for result in results)
+    lines = [
+        (printable(result.optimizer or f"batch {most}"), runs[0])
+        for result in results
+        if result.batch == most
+        and (runs := [run for run in curves[BatchSetting(result.optimizer, most)] if run])
+    ]
+    draw_evaluations(axes[1], lines, target, "epochs")
+    axes[1].set_title(f"global batch {most:,}", loc="left")
+    return plots.save(figure, folder / STEM)
+
+
+def _draw_batches(axes: Any, results: Sequence[BatchResult], target: Target) -> None:
+    axes.axhline(target.value, color=plots.GREY, linestyle="--", linewidth=1)
+    for number, name in enumerate(dict.fromkeys(result.optimizer for result in results)):
+        mine = [result for result in results if result.optimizer == name and result.values]
+        if not mine:
+            continue
+        middle = [result.middle or 0.0 for result in mine]
+        below = [value - min(result.values) for value, result in zip(middle, mine, strict=True)]
+        above = [max(result.values) - value for value, result in zip(middle, mine, strict=True)]
+        batches = [result.batch for result in mine]
+        label = printable(name) if name else plural(len(mine[0].values), "seed")
+        axes.errorbar(
+            batches, middle, yerr=(below, above), capsize=3, label=label, **plots.series(number)
+        )
+    ticks = sorted({result.batch for result in results})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{batch:,}" for batch in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("global batch")
+    axes.set_ylabel(f"{target.metric} (dashed: {target.value:g})")
+    axes.legend(fontsize="small")

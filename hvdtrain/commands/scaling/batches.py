@@ -1,0 +1,215 @@
+"""The variants of a batch-size study: one training with increasing global batches, by optimizer.
+
+A global batch of B is what B / b ranks with a batch of b each have; where there are fewer ranks,
+they accumulate gradients over passes of b. Each repeat has another seed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.commands.scaling.sweep import ScalingOptions
+from hvdtrain.commands.study import engine, records
+from hvdtrain.commands.study.command_options import (
+    REFUSED,
+    batch_sizes,
+    check_measurable,
+    default_batch,
+    effective_value,
+    value_of,
+    without_option,
+)
+from hvdtrain.commands.study.engine import (
+    HostShare,
+    Plan,
+    Planned,
+    RecordedSetting,
+    RunOutcome,
+    Variant,
+    find_share,
+)
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import Summary
+
+LINES = "batches.jsonl"
+SET = {  # options that the study sets
+    "--global-batch-size": "use --batches",
+    "--accumulate-steps": "it follows from --batches, --ranks and --batch-size",
+    "--seed": "each repeat has another one",
+}
+
+
+@dataclass(frozen=True)
+class BatchSetting:
+    """An optimizer with its options, and a global batch."""
+
+    optimizer: str  # as on a command line, e.g. ``lars --lr 2``; empty: that of the command
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """The stem of its file names, e.g. ``lars-lr-2-512``."""
+        return "-".join(filter(None, [re.sub(r"[^\w.]+", "-", self.optimizer), str(self.batch)]))
+
+    @property
+    def title(self) -> str:
+        """Its description in messages."""
+        optimizer = f"{self.optimizer}, " if self.optimizer else ""
+        return f"{optimizer}global batch {self.batch}"
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """A run of the study."""
+
+    setting: BatchSetting
+    repeat: int  # from 1; the seed
+    ranks: int
+    batch: int  # of a rank and pass, at most
+    command: tuple[str, ...]  # as typed
+    machine: str = ""
+    summary: Summary | None = None
+    reason: str = ""  # if there is no summary
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON of its line."""
+        content = {**vars(self), "setting": asdict(self.setting)}
+        return {**content, "summary": self.summary and self.summary.to_json()}
+
+
+def read_runs(folder: Path) -> list[BatchRun]:
+    """Return the runs in a study's directory; an empty list without results."""
+    return records.read(folder / LINES, _run, "batch-size study")
+
+
+def _run(content: Any) -> BatchRun:
+    return records.decode(BatchRun, content)
+
+
+@dataclass(frozen=True)
+class BatchStudy:
+    """The requested runs of one training with several global batches and optimizers."""
+
+    options: ScalingOptions
+    words: tuple[str, ...]  # the command as typed
+    batch: int  # of a rank and pass, at most
+    share: HostShare
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of each run."""
+        return self.options.ranks[0] if self.options.ranks else 1
+
+    @property
+    def settings(self) -> list[BatchSetting]:
+        """The variants, in the order of the table."""
+        optimizers = self.options.optimizers or ("",)
+        return [BatchSetting(name, batch) for name in optimizers for batch in self.options.batches]
+
+    def variant(self, setting: BatchSetting) -> Variant:
+        """Return the variant of a setting."""
+        passes = math.ceil(setting.batch / (self.ranks * self.batch))
+        words = without_option(self.words, "--batch-size")
+        words += ["--global-batch-size", str(setting.batch)]
+        words += ["--accumulate-steps", str(passes)]
+        if effective_value(self.words, "--lr-base-batch") is None:
+            words += ["--lr-base-batch", str(self.batch)]
+        if setting.optimizer:
+            words += ["--optimizer", *shlex.split(setting.optimizer)]
+        request = self.share.request(self.options, self.ranks, words)
+        return Variant(setting.name, setting.title, request)
+
+    @property
+    def plan(self) -> Plan:
+        """The runs: all settings with the first seed, then with the second ..."""
+        return Plan(
+            self.options.folder,
+            tuple(map(self.variant, self.settings)),
+            self.options.repeat,
+            self.options.timeout,
+            words=lambda repeat: ("--seed", str(repeat)),
+        )
+
+    def missing(self) -> list[Planned]:
+        """Return the runs that are not complete, in order.
+
+        Raises:
+            UsageError: the complete runs belong to another study.
+        """
+        runs = read_runs(self.options.folder)
+        for run in runs:
+            engine.check_continues(
+                self.options.folder,
+                f"{run.setting.name}-{run.repeat}",
+                (run.command, self.words),
+                [
+                    RecordedSetting("number of ranks", run.ranks, self.ranks),
+                    RecordedSetting("batch per pass", run.batch, self.batch),
+                ],
+            )
+        return self.plan.missing({(run.setting.name, run.repeat) for run in runs if run.summary})
+
+    def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
+        """Append a run, or the reason for its failure, e.g. a loss that is not finite.
+
+        Raises:
+            UsageError: the command is invalid.
+        """
+        if outcome.invalid:
+            raise UsageError(f"{variant.title}: {outcome.reason}")
+        setting = next(value for value in self.settings if value.name == variant.name)
+        run = BatchRun(
+            setting,
+            repeat,
+            self.ranks,
+            self.batch,
+            self.words,
+            self.share.machine,
+            outcome.summary,
+            outcome.reason,
+        )
+        records.append(self.options.folder / LINES, run.to_json(), _run)
+
+
+def make_study(options: ScalingOptions, words: Sequence[str]) -> BatchStudy:
+    """Return the study that ``options`` and the command describe.
+
+    Raises:
+        UsageError: an option is missing or wrong, or the command cannot be measured.
+    """
+    check_measurable(words, os.environ)
+    for option, reason in SET.items():
+        if effective_value(words, option) is not None:
+            raise UsageError(f"{option} in the command: {reason}")
+    for text in options.optimizers:
+        _check_optimizer(text)
+    if options.target is None:
+        raise UsageError("--batches needs the metric to compare, e.g. --target accuracy=0.985")
+    if len(options.ranks) > 1:
+        raise UsageError("--batches: use a single number of --ranks")
+    per_rank, _ = batch_sizes(words)
+    batch = per_rank or str(default_batch(words) or "")
+    if not re.fullmatch(r"[1-9]\d*", batch):
+        raise UsageError(
+            "missing batch size in the command, e.g. `--batch-size 64`: that of one rank, for "
+            "which the learning rate is right"
+        )
+    share = find_share(options, options.ranks or (1,))
+    return BatchStudy(options, tuple(words), int(batch), share)
+
+
+def _check_optimizer(text: str) -> None:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--optimizers {text!r}: {error}") from error
+    for option in (*SET, *REFUSED, "--batch-size", "--config"):
+        if value_of(words, option) is not None:
+            raise UsageError(f"--optimizers {text!r}: {option} is not allowed for one optimizer")

@@ -1,0 +1,195 @@
+"""LARS and LAMB for PyTorch: optimizers for large batches, with a trust ratio per layer.
+
+The step of each weight is proportional to its norm, so that one learning rate fits all layers.
+Biases and the parameters of normalization layers (one dimension or none) are neither decayed nor
+scaled. Of a weight of which this rank holds only a part, e.g. with ``--strategy fsdp``, the norm is
+that of the whole.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+Tensors = list[torch.Tensor]
+Group = dict[str, Any]  # options of the optimizer, and ``scaled``
+
+
+class Layerwise(torch.optim.Optimizer):
+    """An optimizer whose ``_updates`` are scaled by a trust ratio.
+
+    Attributes:
+        sum_shards: function that sums a tensor over the ranks that hold parts of the parameters.
+    """
+
+    sum_shards: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda values: values)
+
+    @torch.no_grad()
+    @override
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make an update with the gradients; all ranks must call it if the parameters are sharded.
+
+        Parameters without a gradient are not updated.
+        """
+        assert closure is None, "not supported"
+        for group in self.param_groups:
+            parameters = [value for value in group["params"] if value.grad is not None]
+            for scaled in (True, False):
+                chosen = [value for value in parameters if (value.ndim > 1) == scaled]
+                if chosen:
+                    self._update(chosen, {**group, "scaled": scaled})
+
+    @abstractmethod
+    def _update(self, parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
+        """Update ``parameters``, which are all scaled and decayed, or none (``scaled``)."""
+
+    def _buffers(self, parameters: Iterable[torch.nn.Parameter], name: str) -> Tensors:
+        """Return this rank's part of a tensor of the state for each parameter, zero at first."""
+        for parameter in parameters:
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.zeros_like(parameter)
+        return [local(self.state[parameter][name]) for parameter in parameters]
+
+    def _norms(
+        self, parameters: Sequence[torch.nn.Parameter], *lists: Tensors
+    ) -> list[torch.Tensor]:
+        """Return the L2 norms of the whole tensors of each list, as a vector per list.
+
+        Each list has this rank's part of a tensor for each of the ``parameters``.
+        """
+        norms = torch.stack([norm for tensors in lists for norm in torch._foreach_norm(tensors)])
+        if any(hasattr(parameter, "to_local") for parameter in parameters):
+            norms = self.sum_shards(norms.square()).sqrt()
+        return list(norms.split([len(tensors) for tensors in lists]))
+
+
+class Lars(Layerwise):
+    r"""LARS: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017).
+
+    For the weights w of a layer with gradient g, learning rate r, momentum m, weight decay b and
+    trust coefficient t:
+
+        l = t |w| / (|g| + b |w|)          (1 if |w| or |g| is 0, or w is not scaled)
+        v = m v + r l (g + b w)
+        w = w - v
+
+    Args:
+        parameters: parameters to update.
+        lr: learning rate r.
+        momentum: m.
+        weight_decay: b; 0 for parameters that are not scaled.
+        trust: trust coefficient t, 0.001 in the paper.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        lr: float = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        super().__init__(parameters, defaults)
+
+    @override
+    def _update(self, parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
+        weights, gradients = locals_of(parameters), locals_of(value.grad for value in parameters)
+        velocities = self._buffers(parameters, "momentum_buffer")
+        rate, decay = group["lr"], group["weight_decay"]
+        if group["scaled"]:
+            of_weights, of_gradients = self._norms(parameters, weights, gradients)
+            ratio = group["trust"] * of_weights / (of_gradients + decay * of_weights)
+            updates = torch._foreach_add(gradients, weights, alpha=decay)
+            torch._foreach_mul_(updates, rates(rate, ratio, of_weights, of_gradients))
+        else:
+            updates = torch._foreach_mul(gradients, rate)
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, updates)
+        torch._foreach_sub_(weights, velocities)
+
+
+class Lamb(Layerwise):
+    r"""LAMB: You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2.
+
+    For the weights w of a layer with gradient g in update number n, learning rate r and weight
+    decay b, with the moments of Adam:
+
+        m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
+        u = (m / (1 - b1^n)) / (sqrt(v / (1 - b2^n)) + eps) + b w
+        w = w - r |w| / |u| u              (the ratio is 1 if |w| or |u| is 0, or w is not scaled)
+
+    Args:
+        parameters: parameters to update.
+        lr: learning rate r.
+        betas: b1 and b2.
+        eps: added to the root, 1e-6 in the paper.
+        weight_decay: b; 0 for parameters that are not scaled.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(parameters, defaults)
+
+    @override
+    def _update(self, parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
+        weights, gradients = locals_of(parameters), locals_of(value.grad for value in parameters)
+        means = self._buffers(parameters, "exp_avg")
+        squares = self._buffers(parameters, "exp_avg_sq")
+        first, second = group["betas"]
+        numbers = self._counts(parameters)
+        torch._foreach_lerp_(means, gradients, 1 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
+        roots = torch._foreach_div(squares, [1 - second**number for number in numbers])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        updates = list(torch._foreach_div(means, [1 - first**number for number in numbers]))
+        torch._foreach_div_(updates, roots)
+        if group["scaled"]:
+            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+            of_weights, of_updates = self._norms(parameters, weights, updates)
+            ratio = of_weights / of_updates
+            torch._foreach_mul_(updates, rates(group["lr"], ratio, of_weights, of_updates))
+        else:
+            torch._foreach_mul_(updates, group["lr"])
+        torch._foreach_sub_(weights, updates)
+
+    def _counts(self, parameters: Iterable[torch.nn.Parameter]) -> list[int]:
+        """Return the number of updates of each parameter, with this one."""
+        numbers = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            state["step"] = state.get("step", torch.zeros(())) + 1
+            numbers.append(int(state["step"]))
+        return numbers
+
+
+def rates(
+    rate: float, ratio: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the ``rate`` of each tensor: times its ``ratio``, unless one of its norms is 0."""
+    ratio = torch.where((first > 0) & (second > 0), ratio, torch.ones_like(ratio))
+    return list((rate * ratio).unbind())
+
+
+def locals_of(tensors: Iterable[Any]) -> Tensors:
+    """Return the parts of ``tensors`` on this rank."""
+    return [local(tensor) for tensor in tensors]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Return the part of a tensor on this rank; of a ``DTensor`` it may be empty."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

@@ -1,0 +1,71 @@
+"""An exponential moving average of the weights, for PyTorch: ``--ema``.
+
+Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), with a decay
+as in "Rethinking the Inception Architecture" (Szegedy et al., 2016). It is part of the optimizer's
+state, so it is saved, resumed and sharded as that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvdtrain.tasks.layerwise_pytorch import local, locals_of
+
+KEY = "ema"  # in the state of a parameter
+
+
+class MovingAverage:
+    """The moving average of the parameters of an optimizer, from its first update on.
+
+    After each update the average is multiplied by ``decay``, and the weights times 1 - ``decay``
+    are added; the first update begins it with the weights. Create it before a strategy distributes
+    the optimizer: a strategy that hides the gradients of other ranks' parameters shares the average
+    as well.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
+        self.optimizer, self.decay = optimizer, decay
+        optimizer.register_step_post_hook(self._update)
+
+    @torch.no_grad()
+    def _update(self, optimizer: Any, *_: Any) -> None:
+        state = optimizer.state
+        updated = [p for p in self._parameters() if p.grad is not None]
+        averaged = [p for p in updated if KEY in state[p]]
+        skipped = getattr(optimizer, "found_inf", None)  # of a fused optimizer: no update was made
+        share = 1 - self.decay if skipped is None else (1 - self.decay) * (1 - skipped)
+        averages = locals_of(state[p][KEY] for p in averaged)
+        for average, weights in zip(averages, locals_of(averaged), strict=True):
+            average.lerp_(weights, share)
+        for parameter in updated:
+            if KEY not in state[parameter]:
+                state[parameter][KEY] = parameter.detach().clone()
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [value for group in self.optimizer.param_groups for value in group["params"]]
+
+    @contextmanager
+    def in_use(self, share: Callable[[], None]) -> Iterator[None]:
+        """Replace the weights by their average within the block; all ranks must call it together.
+
+        ``share`` sends the weights of this rank's share to the others, if they have them, too.
+        """
+        state = self.optimizer.state
+        here = [p for p in self._parameters() if KEY in state.get(p, {})]
+        weights = [local(parameter).detach().clone() for parameter in here]
+        self._set(here, [local(state[parameter][KEY]) for parameter in here], share)
+        try:
+            yield
+        finally:
+            self._set(here, weights, share)
+
+    @staticmethod
+    @torch.no_grad()
+    def _set(parameters: Any, values: list[torch.Tensor], share: Callable[[], None]) -> None:
+        for parameter, value in zip(parameters, values, strict=True):
+            local(parameter).copy_(value)
+        share()

@@ -1,0 +1,255 @@
+"""Ranks on two hosts start from copies of their environment, each in its host's own directory.
+
+Each host mounts its directory in a mount namespace, which ends with the processes in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import hosts
+from tests.cluster.hosts import TwoHosts
+from tests.conftest import Outcome, run, until
+
+LAUNCH = (sys.executable, "-m", "hvdtrain.cli", "launch")
+SYSTEM = "/usr/bin/python3"
+RANKS = 4
+# Prints where a rank and a module of its environment are, and waits for a file, if there is one.
+PROGRAM = """\
+import os, sys, time
+import module
+inode = os.stat(module.__file__).st_ino
+print("rank", os.uname().nodename, sys.prefix, module.VALUE, inode, flush=True)
+while sys.argv[1:] and not os.path.exists(sys.argv[1]):
+    time.sleep(0.1)
+"""
+# Mounts the local directory of a host: a small disk if it is to be full.
+MOUNT = """\
+if [ -e {folder}/full$1 ]
+then mount -t tmpfs -o size=2m tmpfs {folder}/local
+else mount --bind {folder}/disk$1 {folder}/local
+fi
+"""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The output of a rank."""
+
+    host: str
+    prefix: str
+    value: str
+    inode: str
+
+
+class Hosts(TwoHosts):
+    """Two hosts with a local directory each, and an environment that they share."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.local, self.environment = folder / "local", folder / "environment"
+        self.disks = {number: folder / f"disk{number}" for number in self.names}
+
+    def prepare(self) -> None:
+        """Start the hosts, and create the environment."""
+        self.start()
+        for path in (self.local, *self.disks.values()):
+            path.mkdir()
+        self.set_up(MOUNT.format(folder=self.folder))
+        make_environment(self.environment)
+        (self.folder / "program.py").write_text(PROGRAM)
+
+    @property
+    def module(self) -> Path:
+        """A module of the environment."""
+        return next(self.environment.glob("lib/python*/site-packages/module.py"))
+
+    def launch(self, *options: str, wait_for: Path | None = None) -> list[str]:
+        """Return the command that starts two ranks on each host."""
+        slots = ",".join(f"{self.address(number)}:2" for number in self.names)
+        line = [*LAUNCH, "-n", str(RANKS), "--hosts", slots, *options, "--"]
+        line += [str(self.environment / "bin" / "python"), str(self.folder / "program.py")]
+        line += [str(wait_for)] if wait_for else []
+        return self.on(1, *line)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables of a user."""
+        cache = {"HVDTRAIN_CACHE": str(self.folder / "cache")}
+        return {**super().variables, "TMPDIR": str(self.local), **cache}
+
+    def copies(self) -> dict[int, list[str]]:
+        """Return what is in the folders of copies, by host."""
+        return {
+            number: sorted(path.name for path in disk.glob("hvdtrain-env-*/*"))
+            for number, disk in self.disks.items()
+        }
+
+
+def make_environment(folder: Path) -> None:
+    """Create a small virtual environment: one of the system's interpreter, if possible."""
+    options = ("-m", "venv", "--without-pip", str(folder))
+    if not Path(SYSTEM).exists() or run([SYSTEM, *options]).code:
+        assert run([sys.executable, *options]).code == 0
+    packages = next(folder.glob("lib/python*/site-packages"))
+    (packages / "module.py").write_text("VALUE = 'first'\n")
+    with (packages / "large.bin").open("wb") as file:
+        for _ in range(8):
+            file.write(os.urandom(2**20))
+
+
+def mounts_lack() -> str | None:
+    """Return the reason why no directory can be mounted here."""
+    tried = run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"])
+    return f"nothing can be mounted here: {tried.err.strip()}" if tried.code else None
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Two hosts, removed at the end."""
+    if reason := hosts.lacks() or mounts_lack():
+        pytest.skip(reason)
+    two = Hosts(tmp_path_factory.mktemp("stage"))
+    try:
+        two.prepare()
+        yield two
+    finally:
+        two.stop()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(two: Hosts) -> Iterator[None]:
+    """Check after each test that no copy, process or mount is left."""
+    yield
+    assert two.copies() == {1: [], 2: []}
+    assert not list(two.folder.glob("disk*/hvdtrain-*"))
+    assert two.processes(1, 2) == []
+    assert str(two.local) not in Path("/proc/self/mounts").read_text()
+
+
+def ranks_of(output: str) -> list[Rank]:
+    """Return what the ranks have printed."""
+    lines = [line.split()[1:] for line in output.splitlines() if line.startswith("rank ")]
+    assert len(lines) == RANKS, output
+    return [Rank(*words) for words in lines]
+
+
+def staged(two: Hosts, outcome: Outcome) -> list[Rank]:
+    """Return the ranks of a job, which all run from copies of the same name."""
+    assert outcome.code == 0, outcome.err
+    ranks = ranks_of(outcome.out)
+    assert sorted(rank.host for rank in ranks) == [two.name(1)] * 2 + [two.name(2)] * 2
+    (prefix,) = {rank.prefix for rank in ranks}
+    assert Path(prefix).parent.parent == two.local
+    assert len({(rank.host, rank.inode) for rank in ranks}) == len({rank.host for rank in ranks})
+    return ranks
+
+
+def test_each_host_has_its_copy_and_a_change_is_staged_anew(two: Hosts) -> None:
+    outcome = two.run(two.launch("--stage-env"))
+    first = staged(two, outcome)
+    assert len({rank.inode for rank in first}) == 2  # one per host
+    assert {rank.value for rank in first} == {"first"}
+    assert "packing " in outcome.err
+    assert f"staged in {first[0].prefix} on 2 hosts" in outcome.err
+    assert two.copies() == {1: [], 2: []}
+
+    outcome = two.run(two.launch("--stage-env"))
+    again = staged(two, outcome)
+    assert "packing " not in outcome.err
+    assert again[0].prefix == first[0].prefix
+
+    two.module.write_text("VALUE = 'second'\n")
+    outcome = two.run(two.launch("--stage-env"))
+    changed = staged(two, outcome)
+    assert "packing " in outcome.err
+    assert {rank.value for rank in changed} == {"second"}
+    assert changed[0].prefix != first[0].prefix
+
+
+@contextlib.contextmanager
+def waiting(two: Hosts, end: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a job that waits for a file, from when its ranks run."""
+    with two.running(two.launch("--stage-env", wait_for=end)) as process:
+        python = rf"python\S* {two.folder}/program.py {end}"
+        until(lambda: all(len(two.programs(n, python)) == 2 for n in two.names), process)
+        yield process
+
+
+def test_two_jobs_share_the_copies_of_the_first(two: Hosts, tmp_path: Path) -> None:
+    """The second one may end first, and last."""
+    end = tmp_path / "end"
+    with waiting(two, end) as process:
+        second = staged(two, two.run(two.launch("--stage-env")))
+        assert all(Path(second[0].prefix).name in names for names in two.copies().values())
+        end.touch()
+        output, _ = process.communicate(timeout=120)
+    first = staged(two, Outcome(process.returncode, output, output))
+    assert {(rank.host, rank.inode) for rank in first} == {
+        (rank.host, rank.inode) for rank in second
+    }
+
+
+def test_the_copies_of_a_killed_job_are_used_and_removed_by_the_next_one(
+    two: Hosts, tmp_path: Path
+) -> None:
+    with waiting(two, tmp_path / "end") as process:
+        inodes = {_inode(disk, two) for disk in two.disks.values()}
+        two.kill(1, 2)
+        process.wait(60)
+    assert len(inodes) == 2
+    next_one = staged(two, two.run(two.launch("--stage-env")))
+    assert {rank.inode for rank in next_one} == inodes
+
+
+def _inode(disk: Path, two: Hosts) -> str:
+    (file,) = disk.glob(f"hvdtrain-env-*/*/{two.module.relative_to(two.environment)}")
+    return str(file.stat().st_ino)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_full_disk_ends_the_job_with_one_line_or_it_runs_without_copies(
+    number: int, two: Hosts
+) -> None:
+    full = two.folder / f"full{number}"
+    full.touch()
+    try:
+        must = two.run(two.launch("--stage-env", "must"))
+        tried = two.run(two.launch("--stage-env", "try"))
+    finally:
+        full.unlink()
+    assert must.code == 1
+    assert ranks_are_missing(must.out)
+    (line,) = must.said
+    assert line.startswith(f"hvdtrain: error: --stage-env: host {two.name(number)}: 8.")
+    assert f" MiB are needed in {two.local}/hvdtrain-env-{os.geteuid()}, " in line
+    assert line.endswith(" are free")
+    assert tried.code == 0, tried.err
+    (line,) = tried.said
+    assert line.startswith(f"hvdtrain: --stage-env: host {two.name(number)}: 8.")
+    assert line.endswith(" are free; the ranks start from the shared environment")
+    assert {rank.prefix for rank in ranks_of(tried.out)} == {str(two.environment)}
+
+
+def ranks_are_missing(output: str) -> bool:
+    """Return whether no rank has printed anything."""
+    return "rank " not in output
+
+
+def test_a_signal_ends_the_staging_and_nothing_is_left(two: Hosts) -> None:
+    with two.slow("4mbit"), two.running(two.launch("--stage-env")) as process:
+        until(lambda: any(".part-" in name for name in two.copies()[2]), process)
+        (launch,) = two.programs(1, r"python\S* -m hvdtrain.cli launch")
+        os.kill(launch, signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert ranks_are_missing(output)

@@ -1,0 +1,118 @@
+"""One process per host unpacks what another one reads; an error anywhere is one line."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+from hvdtrain.collectives.base import SingleRank
+from hvdtrain.commands.launch.environment import pack
+from hvdtrain.commands.launch.environment_host import agreed
+from hvdtrain.errors import HvdtrainError
+from tests.environments import make_environment, stage, staged
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    """An environment of one module."""
+    return make_environment(tmp_path / "conda")
+
+
+def nothing_left(tmp_path: Path) -> bool:
+    """Return whether there is nothing in the local directory."""
+    return not (tmp_path / "local").exists() or not list((tmp_path / "local").iterdir())
+
+
+def test_a_copy_is_reused(prefix: Path, tmp_path: Path) -> None:
+    copy = staged(prefix, tmp_path, "one")
+    (copy / "new").touch()
+    assert staged(prefix, tmp_path, "two") == copy
+    assert (copy / "new").exists()
+
+
+def test_a_full_disk_is_one_line(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = pack(prefix, tmp_path / "cache")
+    usage = shutil.disk_usage(tmp_path)._replace(free=4096)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    error = stage(archive, tmp_path / "local")
+    assert f"host {os.uname().nodename}: 11.0 KiB are needed in {tmp_path}/local" in error
+    assert "4.0 KiB are free" in error
+    assert nothing_left(tmp_path)
+
+
+def test_a_disk_that_gets_full_is_one_line(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process cannot write larger files than its limit, as on a full disk."""
+    (prefix / "large").write_bytes(bytes(3 * 2**20))
+    archive = pack(prefix, tmp_path / "cache")
+    start = subprocess.Popen
+
+    def limited(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        return start(*words, **options, preexec_fn=limit)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+
+    monkeypatch.setattr(subprocess, "Popen", limited)
+    error = stage(archive, tmp_path / "local")
+    assert error.startswith(f"host {os.uname().nodename}: tar")
+    assert nothing_left(tmp_path)
+
+
+def test_a_disk_without_execution_is_one_line(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many sites mount /tmp so."""
+    archive = pack(prefix, tmp_path / "cache")
+    status = list(os.statvfs(tmp_path))
+    status[8] |= os.ST_NOEXEC
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(status))
+    assert "without execution (noexec)" in stage(archive, tmp_path / "local")
+    assert nothing_left(tmp_path)
+
+
+def test_a_host_without_flock_is_one_line(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = pack(prefix, tmp_path / "cache")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert "flock is missing: install util-linux and tar" in stage(archive, tmp_path / "local")
+
+
+def test_a_local_directory_that_is_a_file_is_one_line(prefix: Path, tmp_path: Path) -> None:
+    (tmp_path / "local").touch()
+    error = stage(pack(prefix, tmp_path / "cache"), tmp_path / "local")
+    assert "local" in error
+    assert "File exists" in error or "Not a directory" in error
+
+
+def test_an_archive_that_has_gone_is_one_line(prefix: Path, tmp_path: Path) -> None:
+    archive = pack(prefix, tmp_path / "cache")
+    archive.path.unlink()
+    assert f"{archive.path}: No such file" in stage(archive, tmp_path / "local")
+    assert nothing_left(tmp_path)
+
+
+class ManyHosts(SingleRank):
+    """Four processes, of which others have failed."""
+
+    @override
+    def gather_json(self, value: Any, kind: Any = Any) -> list[Any]:
+        return [value, ["b", "full"], ["c", "full"], ["d", "full"]]
+
+
+def test_the_errors_of_many_hosts_are_one() -> None:
+    with pytest.raises(HvdtrainError, match=r"^host b: full \(and 2 more hosts\)$"):
+        agreed(ManyHosts(), lambda: None)
+    with pytest.raises(HvdtrainError, match=r": No such file or directory \(and 3 more hosts\)$"):
+        agreed(ManyHosts(), Path("/missing").stat)

@@ -1,0 +1,153 @@
+"""The study of batch sizes: its commands, its results, and the largest batch that learns."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.commands.scaling import batch_report
+from hvdtrain.commands.scaling.batches import LINES, BatchRun, BatchSetting, make_study, read_runs
+from hvdtrain.commands.scaling.sweep import ScalingOptions
+from hvdtrain.commands.study.curves import Target
+from hvdtrain.commands.study.engine import RunOutcome
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import Summary
+
+WORDS = ("python", "-m", "hvdtrain.mnist", "--epochs", "2")
+TARGET = Target("accuracy", 0.9)
+
+
+def options(folder: Path, **more: Any) -> ScalingOptions:
+    """Return the options of a study."""
+    given: dict[str, Any] = {"batches": (16, 100), "target": TARGET, "repeat": 2, **more}
+    return ScalingOptions(out=folder, hosts="localhost:4", **given)
+
+
+def test_each_run_has_the_batch_of_many_ranks_in_passes_of_one(tmp_path: Path) -> None:
+    optimizers = ("sgd", "lamb --lr-scaling sqrt")
+    study = make_study(options(tmp_path, optimizers=optimizers, ranks=(3,)), WORDS)
+    lines = [shlex.join(study.plan.command(*run).argv) for run in study.missing()]
+    assert len(lines) == 8
+    # 16 is the batch of the embedded digits; 100 on 3 ranks are 34 each, in 3 passes.
+    passes = "--global-batch-size 16 --accumulate-steps 1", "--global-batch-size 100 --accumulate"
+    for line, batch in zip(lines, passes * 4, strict=True):
+        assert batch in line
+        assert "--lr-base-batch 16 --optimizer" in line
+    assert "--accumulate-steps 3 --lr-base-batch 16 --optimizer sgd --seed 1" in lines[1]
+    assert "--optimizer lamb --lr-scaling sqrt --seed 2" in lines[-1]
+    assert "lamb-lr-scaling-sqrt-100-2.json" in lines[-1]
+
+
+def test_a_base_batch_of_the_command_is_kept(tmp_path: Path) -> None:
+    study = make_study(
+        options(tmp_path, batches=(512,)), [*WORDS, "--batch-size=128", "--lr-base-batch=64"]
+    )
+    line = shlex.join(study.plan.command(*study.missing()[0]).argv)
+    assert "--accumulate-steps 4" in line
+    assert line.count("--lr-base-batch") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "message"),
+    [
+        ({"target": None}, (), "--batches needs the metric to compare, e.g. --target accuracy="),
+        ({"ranks": (1, 2)}, (), "--batches: use a single number of --ranks"),
+        ({}, ("--seed", "3"), "--seed in the command: each repeat has another one"),
+        ({}, ("--global-batch-size=3",), "--global-batch-size in the command: use --batches"),
+        ({"optimizers": ("sgd --seed 1",)}, (), "--optimizers 'sgd --seed 1': --seed is not"),
+        ({"optimizers": ("sgd '",)}, (), '--optimizers "sgd \'": No closing quotation'),
+        ({}, ("--batch-size=0",), "missing batch size in the command, e.g. `--batch-size 64`"),
+    ],
+)
+def test_what_cannot_be_studied(
+    more: dict[str, Any], words: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as error:
+        make_study(options(tmp_path, **more), [*WORDS, *words])
+    assert str(error.value).startswith(message)
+
+
+def test_an_unknown_program_needs_a_batch_size(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="missing batch size"):
+        make_study(options(tmp_path), ["python", "train.py"])
+
+
+def finish(folder: Path, setting: BatchSetting, repeat: int, values: list[float]) -> None:
+    """Write the files of a run with these accuracies after each epoch."""
+    study = make_study(options(folder, optimizers=(setting.optimizer,)), WORDS)
+    variant = study.variant(setting)
+    stem = folder / "runs" / f"{setting.name}-{repeat}.jsonl"
+    stem.parent.mkdir(exist_ok=True, parents=True)
+    stem.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "kind": "epoch",
+                    "step": 10 * (epoch + 1),
+                    "epoch": epoch,
+                    "elapsed": 2.0 * epoch,
+                    "eval_accuracy": value,
+                }
+            )
+            + "\n"
+            for epoch, value in enumerate(values)
+        )
+    )
+    summary = Summary(steps_completed=10 * len(values), images_per_second_mean=5.0)
+    study.record(variant, repeat, RunOutcome(summary))
+
+
+def test_the_report(tmp_path: Path) -> None:
+    for repeat, last in ((1, 0.95), (2, 0.93)):
+        finish(tmp_path, BatchSetting("sgd", 16), repeat, [0.5, last])
+        finish(tmp_path, BatchSetting("lamb", 16), repeat, [0.91, last])
+        finish(tmp_path, BatchSetting("lamb", 100), repeat, [0.8, last - 0.02])
+    finish(tmp_path, BatchSetting("sgd", 100), 1, [0.1, 0.91])
+    study = make_study(options(tmp_path, optimizers=("sgd", "lamb")), WORDS)
+    failed = RunOutcome(reason="the loss is nan at step 3", failed=True)
+    diverged = tmp_path / "runs" / "sgd-100-2.jsonl"  # after an epoch that had been evaluated
+    diverged.write_text('{"kind": "epoch", "step": 10, "epoch": 0, "eval_accuracy": 0.95}\n')
+    study.record(study.variant(BatchSetting("sgd", 100)), 2, failed)
+    assert [(variant.name, repeat) for variant, repeat in study.missing()] == [("sgd-100", 2)]
+    report = batch_report.report(tmp_path, TARGET, study.settings)
+    assert report.data["largest"] == {"sgd": 16, "lamb": 100}
+    rows = {(row["optimizer"], row["batch"]): row for row in report.data["rows"]}
+    assert rows["sgd", 100]["reached"] == 1
+    assert rows["sgd", 100]["values"] == (0.91,)
+    assert rows["sgd", 100]["epochs"] is None
+    assert rows["lamb", 16]["epochs"] == 1
+    assert rows["lamb", 100]["values"] == (0.9299999999999999, 0.91)
+    for words in (
+        "0.9400 (0.9300 to 0.9500)",
+        "1 of 2",
+        "sgd 100: the loss is nan at step 3",
+        "largest batch that reaches accuracy 0.9, sgd: 16",
+    ):
+        assert words in report.text
+    table = (tmp_path / "batches.csv").read_text().splitlines()
+    assert table[:2] == ["optimizer,batch,updates,run,value", "sgd,16,20,1,0.95"]
+    for file in report.data["files"]:
+        assert Path(file).stat().st_size > 0
+
+
+def test_a_study_of_another_kind_is_not_continued(tmp_path: Path) -> None:
+    finish(tmp_path, BatchSetting("sgd", 16), 1, [0.95])
+    with pytest.raises(UsageError, match="--epochs was 2, now 3"):
+        make_study(options(tmp_path), [*WORDS[:-1], "3"]).missing()
+    with pytest.raises(UsageError, match="another number of ranks: 1 in run sgd-16-1, now 2"):
+        make_study(options(tmp_path, ranks=(2,)), WORDS).missing()
+    assert isinstance(read_runs(tmp_path)[0], BatchRun)
+
+
+def test_reports_that_cannot_be_made(tmp_path: Path) -> None:
+    finish(tmp_path, BatchSetting("", 16), 1, [0.95])
+    with pytest.raises(UsageError, match="use --target NAME=VALUE to report it"):
+        batch_report.report(tmp_path, None)
+    with pytest.raises(UsageError, match=r"no run in .* has an evaluation with this metric"):
+        batch_report.report(tmp_path, Target("map", 0.2))
+    assert "accuracy" in batch_report.report(tmp_path, TARGET).text
+    assert (tmp_path / LINES).exists()
