@@ -19,7 +19,7 @@ from hvdtrain.system.runtime.command import termination_as_interrupt
 EPILOG = f"""example:
   hvdtrain scaling --ranks 1,2,4,8 -- python -m hvdtrain.resnet --num-steps 20
   hvdtrain scaling --ranks 1,2,4 --strong -- python -m hvdtrain.mnist --global-batch-size 256
-  hvdtrain scaling --batches 64,512,4096 --optimizers 'sgd,lars,lamb --lr-scaling sqrt' \\
+  hvdtrain scaling --batches 64,512,4096 --optimizers sgd,lars,lamb \\
       --target accuracy=0.985 -- python -m hvdtrain.mnist --data ~/mnist
   hvdtrain scaling --ranks 4,8,16 --submit "--walltime 0:20:00 --ppn 4" -- python train.py
   hvdtrain scaling --from measured.csv --leave-out 8
