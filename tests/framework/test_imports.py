@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import environment
+from tests.conftest import LONG, environment
 
 # Of the project, in the first update of a training. More modules need a reason.
 BUDGET = 100
@@ -75,7 +75,7 @@ def imports(*words: str) -> Imports:
 
 
 @pytest.mark.parametrize("framework", list(BARE))
-@pytest.mark.parametrize("program", ["mnist", "resnet"])
+@pytest.mark.parametrize("program", ["mnist", "resnet"] if LONG else ["mnist"])
 def test_a_rank_imports_little_besides_its_framework(program: str, framework: str) -> None:
     pytest.importorskip({"pytorch": "torch"}.get(framework, framework))
     options = ["--strategy=single", f"--framework={framework}", "--num-steps=1", "--quiet"]
