@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.tasks.layerwise_pytorch import local, locals_of
+from hvdtrain.tasks.optimizers_pytorch import local, locals_of
 
 KEY = "ema"  # in the state of a parameter
 

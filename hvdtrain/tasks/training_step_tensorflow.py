@@ -16,11 +16,11 @@ from typing_extensions import override
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part
-from hvdtrain.tasks import layerwise_tensorflow
 from hvdtrain.tasks.augmented import augmented, edges
 from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
+from hvdtrain.tasks.optimizers_tensorflow import make_optimizer, not_finite
 from hvdtrain.tasks.task import NotFinite, Task
 
 Losses = Callable[[Any, Any], Any]
@@ -237,7 +237,7 @@ class TFTask(Task):
         self.optimizer.apply(gradients, variables)
         none = tf.constant(-1, tf.int64)
         bad = getattr(self.optimizer, "bad", none)
-        return bad, tf.cond(bad < 0, lambda: none, lambda: _not_finite(gradients))
+        return bad, tf.cond(bad < 0, lambda: none, lambda: not_finite(gradients))
 
     @contextmanager
     def _lowered(self) -> Iterator[None]:
@@ -309,14 +309,6 @@ class TFTask(Task):
         return [float(loss) for loss in losses]
 
 
-def _not_finite(gradients: Sequence[Any]) -> Any:
-    """Return the index of the first gradient that is not finite, int64; -1: none."""
-    # In one pass: a sum with such a term is not finite, nor is one that overflows.
-    finite = tf.stack([tf.math.is_finite(tf.reduce_sum(gradient)) for gradient in gradients])
-    first = tf.argmin(tf.cast(finite, tf.int8))
-    return tf.where(tf.reduce_all(finite), tf.constant(-1, tf.int64), first)
-
-
 def _any_number(tensors: Any) -> Any:
     """Return the specifications of such tensors with any number of samples."""
     return tf.nest.map_structure(
@@ -346,84 +338,3 @@ def _traced(function: Callable[..., Any], arguments: list[tf.TensorSpec]) -> Any
 def weight_dtype(options: Options) -> str:
     """Return the type of the weights, independent of that of the forward pass."""
     return "float64" if options.precision == "fp64" else "float32"
-
-
-class _Guarded:
-    """Skips updates with gradients that are not finite; clips the others, adds the L2 penalty.
-
-    Keras's ``weight_decay`` is decoupled from the gradients in every optimizer; PyTorch's SGD and
-    Adam add it.
-    """
-
-    penalty = 0.0
-    least = 0  # number of dimensions of a variable that has the penalty
-    clip_norm = 0.0
-    bad: Any  # in the current trace: the index of a gradient that is not finite, or -1
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Update the variables; gradients are those of the global batch here."""
-        variables, apply = list(trainable_variables), super().apply  # type: ignore[misc]
-        self.bad = _not_finite(list(grads))
-        if self.clip_norm:  # before the penalty, as in PyTorch
-            grads, _ = tf.clip_by_global_norm(grads, self.clip_norm)
-        if self.penalty:
-            grads = [
-                gradient + self.penalty * variable.value  # tf.cast would round it to float32
-                if len(variable.shape) >= self.least
-                else gradient
-                for gradient, variable in zip(grads, variables, strict=True)
-            ]
-
-        def update() -> Any:
-            apply(grads, variables)
-            return tf.constant(True)
-
-        tf.cond(self.bad < 0, update, lambda: tf.constant(False))
-
-
-class SGD(_Guarded, keras.optimizers.SGD):
-    """Keras' SGD with an L2 penalty."""
-
-
-class Adam(_Guarded, keras.optimizers.Adam):
-    """Keras' Adam with an L2 penalty."""
-
-
-class AdamW(_Guarded, keras.optimizers.AdamW):
-    """Keras' AdamW."""
-
-
-class GuardedLars(_Guarded, layerwise_tensorflow.Lars):
-    """LARS, guarded."""
-
-
-class GuardedLamb(_Guarded, layerwise_tensorflow.Lamb):
-    """LAMB, guarded."""
-
-
-def make_optimizer(options: Options, variables: Sequence[Any]) -> keras.optimizers.Optimizer:
-    """Return the optimizer that ``options`` name; its learning rate is set before each step."""
-    optimizer: Any
-    decay, momentum = options.weight_decay or 0.0, options.momentum
-    ema: Any = {"use_ema": True, "ema_momentum": options.ema} if options.ema else {}
-    if options.optimizer == "lars":
-        optimizer = GuardedLars(1.0, momentum=momentum, decay=decay, **ema)
-    elif options.optimizer == "lamb":
-        optimizer = GuardedLamb(1.0, decay=decay, **ema)
-    elif options.optimizer == "adamw":
-        optimizer = AdamW(1.0, epsilon=1e-8, weight_decay=decay, **ema)
-        if options.no_decay_on_norm:
-            others = [variable for variable in variables if len(variable.shape) < 2]
-            optimizer.exclude_from_weight_decay(var_list=others)
-    else:
-        sgd = options.optimizer == "sgd"
-        optimizer = (
-            SGD(1.0, momentum=momentum, nesterov=options.nesterov, **ema)
-            if sgd
-            else Adam(1.0, epsilon=1e-8, **ema)
-        )
-        optimizer.penalty, optimizer.least = decay, 2 * options.no_decay_on_norm
-    optimizer.clip_norm = options.clip_norm
-    if options.precision == "fp16":
-        return keras.optimizers.LossScaleOptimizer(optimizer)
-    return optimizer

@@ -91,7 +91,8 @@ def test_a_fused_optimizer_leaves_updates_out_until_it_is_asked(optimizer: str, 
     """Everything is as before the first bad batch, running statistics and momentum too."""
     torch = pytest.importorskip("torch")
     from hvdtrain.tasks.dataset import Batch
-    from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask, make_optimizer
+    from hvdtrain.tasks.optimizers_pytorch import make_optimizer
+    from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
 
     recipe = {"precision": "fp64", "device": "cpu", "weight_decay": 0.1, "clip_norm": 0.5}
     options = replace(Options(), **recipe, optimizer=optimizer)

@@ -105,7 +105,7 @@ def test_the_solution_in_tensorflow(small: str) -> None:
 
 def test_right_scripts_that_do_it_by_hand() -> None:
     """They broadcast and reduce tensor by tensor, and lock what several ranks may open."""
-    names = ["by_hand_pytorch.py", "by_hand_tensorflow.py"]
+    names = ["by_hand_pytorch.py", "by_hand_tensorflow.py"][: None if LONG else 1]
     outcome = grade(*(str(SCRIPTS / name) for name in names))
     assert reports(outcome) == {name: dict.fromkeys(range(1, 9), "works") for name in names}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, Outcome, ranks, run
+from tests.conftest import ROOT, Outcome, on_demand, ranks, run
 from tests.parallel.conftest import assert_bit_equal, train
 
 PROGRAM = ("-m", "hvdtrain.mnist", "--model=small", "--num-steps=20", "--log-every=1")
@@ -91,6 +91,7 @@ def test_packages_that_raise_at_each_call_change_nothing(tmp_path: Path) -> None
     ]
 
 
+@on_demand  # half a minute of waiting
 def test_a_package_that_hangs_delays_the_end_by_half_a_minute(tmp_path: Path) -> None:
     path, began = packages(tmp_path, HANGING), time.monotonic()
     summary = tmp_path / "summary.json"

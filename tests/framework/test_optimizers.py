@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdtrain.tasks.layerwise_pytorch import Lamb, Lars  # noqa: E402
+from hvdtrain.tasks.optimizers_pytorch import Lamb, Lars  # noqa: E402
 
 Arrays = list[np.ndarray]
 RATE = 0.25  # exact in float32, in which Keras keeps it
@@ -91,14 +91,14 @@ def in_pytorch(kind: str) -> Arrays:
 def in_keras(kind: str) -> Arrays:
     """The same with Keras."""
     keras = pytest.importorskip("keras")
-    from hvdtrain.tasks import layerwise_tensorflow
+    from hvdtrain.tasks import optimizers_tensorflow
 
     variables = [keras.Variable(value, dtype="float64") for value in weights()]
     optimizer: Any
     if kind == "lars":
-        optimizer = layerwise_tensorflow.Lars(RATE, MOMENTUM, DECAY, TRUST)
+        optimizer = optimizers_tensorflow.Lars(RATE, MOMENTUM, DECAY, TRUST)
     else:
-        optimizer = layerwise_tensorflow.Lamb(RATE, FIRST, SECOND, EPS, DECAY)
+        optimizer = optimizers_tensorflow.Lamb(RATE, FIRST, SECOND, EPS, DECAY)
     for number in range(UPDATES):
         optimizer.apply([keras.ops.convert_to_tensor(g) for g in gradients(number)], variables)
     return [variable.numpy() for variable in variables]

@@ -1,16 +1,93 @@
-"""LARS and LAMB for Keras 3: see ``layerwise_pytorch.py``, whose formulas these are."""
+"""The optimizers of a task in TensorFlow: Keras' own, and LARS and LAMB for large batches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 from typing_extensions import override
 
+from hvdtrain.config.options import Options
 
-class Lars(keras.optimizers.Optimizer):
-    """LARS; see ``layerwise_pytorch.Lars``.
+
+def make_optimizer(options: Options, variables: Sequence[Any]) -> keras.optimizers.Optimizer:
+    """Return the optimizer that ``options`` name; its learning rate is set before each step."""
+    optimizer: Any
+    decay, momentum = options.weight_decay or 0.0, options.momentum
+    ema: Any = {"use_ema": True, "ema_momentum": options.ema} if options.ema else {}
+    if options.optimizer == "lars":
+        optimizer = Lars(1.0, momentum=momentum, decay=decay, **ema)
+    elif options.optimizer == "lamb":
+        optimizer = Lamb(1.0, decay=decay, **ema)
+    elif options.optimizer == "adamw":
+        optimizer = AdamW(1.0, epsilon=1e-8, weight_decay=decay, **ema)
+        if options.no_decay_on_norm:
+            others = [variable for variable in variables if len(variable.shape) < 2]
+            optimizer.exclude_from_weight_decay(var_list=others)
+    else:
+        sgd = options.optimizer == "sgd"
+        optimizer = (
+            SGD(1.0, momentum=momentum, nesterov=options.nesterov, **ema)
+            if sgd
+            else Adam(1.0, epsilon=1e-8, **ema)
+        )
+        optimizer.penalty, optimizer.least = decay, 2 * options.no_decay_on_norm
+    optimizer.clip_norm = options.clip_norm
+    if options.precision == "fp16":
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
+
+
+class _Guarded:
+    """Skips updates with gradients that are not finite; clips the others, adds the L2 penalty.
+
+    Keras' ``weight_decay`` is decoupled from the gradients in every optimizer; PyTorch's SGD and
+    Adam add it.
+    """
+
+    penalty = 0.0
+    least = 0  # number of dimensions of a variable that has the penalty
+    clip_norm = 0.0
+    bad: Any  # in the current trace: the index of a gradient that is not finite, or -1
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Update the variables; gradients are those of the global batch here."""
+        variables, apply = list(trainable_variables), super().apply  # type: ignore[misc]
+        self.bad = not_finite(list(grads))
+        if self.clip_norm:  # before the penalty, as in PyTorch
+            grads, _ = tf.clip_by_global_norm(grads, self.clip_norm)
+        if self.penalty:
+            grads = [
+                gradient + self.penalty * variable.value  # tf.cast would round it to float32
+                if len(variable.shape) >= self.least
+                else gradient
+                for gradient, variable in zip(grads, variables, strict=True)
+            ]
+
+        def update() -> Any:
+            apply(grads, variables)
+            return tf.constant(True)
+
+        tf.cond(self.bad < 0, update, lambda: tf.constant(False))
+
+
+class SGD(_Guarded, keras.optimizers.SGD):
+    """Keras' SGD with an L2 penalty."""
+
+
+class Adam(_Guarded, keras.optimizers.Adam):
+    """Keras' Adam with an L2 penalty."""
+
+
+class AdamW(_Guarded, keras.optimizers.AdamW):
+    """Keras' AdamW."""
+
+
+class Lars(_Guarded, keras.optimizers.Optimizer):
+    """LARS; see ``optimizers_pytorch.Lars``.
 
     Args:
         learning_rate: learning rate r.
@@ -57,8 +134,8 @@ class Lars(keras.optimizers.Optimizer):
         return {**super().get_config(), **settings}
 
 
-class Lamb(keras.optimizers.Optimizer):
-    """LAMB; see ``layerwise_pytorch.Lamb``. Keras's own scales and decays all variables.
+class Lamb(_Guarded, keras.optimizers.Optimizer):
+    """LAMB; see ``optimizers_pytorch.Lamb``. Keras' own scales and decays all variables.
 
     Args:
         learning_rate: learning rate r.
@@ -123,3 +200,11 @@ def norm(tensor: Any) -> Any:
 def unless_zero(ratio: Any, first: Any, second: Any) -> Any:
     """Return ``ratio``, or 1 if a norm is 0."""
     return ops.where(ops.logical_and(first > 0, second > 0), ratio, ops.ones_like(ratio))
+
+
+def not_finite(gradients: Sequence[Any]) -> Any:
+    """Return the index of the first gradient that is not finite, int64; -1: none."""
+    # In one pass: a sum with such a term is not finite, nor is one that overflows.
+    finite = tf.stack([tf.math.is_finite(tf.reduce_sum(gradient)) for gradient in gradients])
+    first = tf.argmin(tf.cast(finite, tf.int8))
+    return tf.where(tf.reduce_all(finite), tf.constant(-1, tf.int64), first)

@@ -1,9 +1,9 @@
-"""LARS and LAMB for PyTorch: optimizers for large batches, with a trust ratio per layer.
+"""The optimizers of a task in PyTorch: PyTorch's own, and LARS and LAMB for large batches.
 
-The step of each weight is proportional to its norm, so that one learning rate fits all layers.
-Biases and the parameters of normalization layers (one dimension or none) are neither decayed nor
-scaled. Of a weight of which this rank holds only a part, e.g. with ``--strategy fsdp``, the norm is
-that of the whole.
+With LARS and LAMB the step of each weight is proportional to its norm, so that one learning rate
+fits all layers. Biases and the parameters of normalization layers (one dimension or none) are
+neither decayed nor scaled. Of a weight of which this rank holds only a part, e.g. with ``--strategy
+fsdp``, the norm is that of the whole.
 """
 
 from __future__ import annotations
@@ -15,8 +15,91 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from hvdtrain.config.options import Options
+
 Tensors = list[torch.Tensor]
 Group = dict[str, Any]  # options of the optimizer, and ``scaled``
+
+
+def make_optimizer(
+    model: torch.nn.Module, options: Options, *, fused: bool = False
+) -> torch.optim.Optimizer:
+    """Return the optimizer that ``options`` name; its learning rate is set before each step."""
+    decay, momentum = options.weight_decay or 0.0, options.momentum
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if options.optimizer == "lars":
+        return Lars(parameters, momentum=momentum, weight_decay=decay)
+    if options.optimizer == "lamb":
+        return Lamb(parameters, weight_decay=decay)
+    groups: Any = parameters
+    if options.no_decay_on_norm:
+        weights = [p for p in parameters if p.ndim > 1]
+        others = [p for p in parameters if p.ndim < 2]
+        groups = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+    common: Any = {"lr": 1.0, "weight_decay": decay, "fused": fused}
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(groups, momentum=momentum, nesterov=options.nesterov, **common)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options.optimizer]
+    return kind(groups, **common)
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether one kernel makes the update, and skips it if ``found_inf`` is set."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+class Guard:
+    """Skips updates whose gradients are not finite, without synchronizing with the device.
+
+    A fused optimizer makes no update if its ``found_inf`` is 1 (for ``GradScaler``). Here it stays
+    1 after the first skipped update, until ``left_out`` is called.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._left_out: Any = 0  # a number on the device, since the first update
+        self._before: list[list[torch.Tensor]] = []  # running statistics, before each update
+        self._updates = 0
+        if is_fused(optimizer):
+            optimizer.register_step_pre_hook(_begin_momentum)  # after those of a strategy
+
+    def begin(self) -> None:
+        """Begin an update: save the running statistics, which its forward pass changes."""
+        if self._updates == len(self._before):
+            self._before.append([torch.empty_like(buffer) for buffer in self._model.buffers()])
+        _copy(self._before[self._updates], list(self._model.buffers()))
+        self._updates += 1
+
+    def end(self, sums: torch.Tensor) -> None:
+        """Set the optimizer's ``found_inf`` by the ``sums`` of the gradients."""
+        bad = (~sums.isfinite()).any().float()
+        before = getattr(self._optimizer, "found_inf", None)
+        self._optimizer.found_inf = bad if before is None else torch.maximum(before, bad)
+        self._left_out = self._left_out + self._optimizer.found_inf
+
+    def left_out(self) -> int:
+        """Return the number of skipped last updates; restore the statistics that they changed."""
+        number, updates = int(self._left_out), self._updates
+        if number:
+            _copy(list(self._model.buffers()), self._before[updates - number])
+        self._left_out, self._updates, self._optimizer.found_inf = 0, 0, None
+        return number
+
+
+@torch.no_grad()
+def _copy(to: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    """Copy tensors, with one kernel per type."""
+    for kind in {tensor.dtype for tensor in tensors}:
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == kind]
+        torch._foreach_copy_([to[i] for i in indices], [tensors[i] for i in indices])
+
+
+def _begin_momentum(optimizer: Any, *_: Any) -> None:
+    """Initialize momentum with zeros; a fused SGD whose first update is skipped would not."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            if parameter.grad is not None and "momentum_buffer" not in optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 class Layerwise(torch.optim.Optimizer):
