@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +36,8 @@ from hvdtrain.system.runtime import failure_detector
 from hvdtrain.training import checks
 from hvdtrain.training.summary import with_usage
 from hvdtrain.training.throughput import Clock
+from hvdtrain.workloads.mnist.data import MnistOptions
+from hvdtrain.workloads.mnist.task import WORKLOAD
 
 PER_HOST = 8
 TOGETHER = 64  # peers that connect at the same time
@@ -106,9 +107,7 @@ def start_and_save(ranks: int) -> NoReturn:
     adapter = RankZero()
     adapter.peers = ranks
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
-    task: Any = SimpleNamespace(
-        train=SimpleNamespace(samples=10 * ranks, digest="0" * 64), test=None
-    )
+    task = WORKLOAD.build(MnistOptions(framework="pytorch", device="cpu"))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     with measured("initialize", seconds):
         adapter.initialize()

@@ -16,15 +16,9 @@ from typing import Any
 from typing_extensions import override
 
 from hvdtrain.adapters.base import Adapter, JsonValues
+from hvdtrain.adapters.rank_buffers import buffers_of_rank, gather_buffers, mean_buffers
 from hvdtrain.adapters.save import Save
-from hvdtrain.adapters.state_view import (
-    HostCopies,
-    StateView,
-    buffers_of_rank,
-    digests_of,
-    gather_buffers,
-    mean_buffers,
-)
+from hvdtrain.adapters.state_view import HostCopies, StateView, digests_of
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -255,7 +249,7 @@ class StateAdapter(Adapter):
         Raises:
             UsageError: on every rank: no checkpoint can be read, or it is of another model.
         """
-        view = self.view(model)
+        view = self.view(model, optimizer)
 
         def find() -> Checkpoint:
             checkpoint = checkpoints.load(Path(path), view.check_finite)

@@ -1,9 +1,7 @@
 """State of a model as a rank holds it: what must be equal on all ranks, and what differs by rank.
 
-Parameters and optimizer state are compared bit for bit. Running statistics are local to each rank
-in training: BatchNorm keeps means over the samples of its rank. For evaluating and saving they are
-averaged over the ranks, weighted by samples seen. The local ones stay unchanged and are saved in
-the checkpoint too, so neither an evaluation nor a save alters the training that follows.
+Parameters and optimizer state are compared bit for bit; running statistics differ
+(``rank_buffers.py``).
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import safetensors.numpy
 
+from hvdtrain.adapters.rank_buffers import separate_buffers
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError, escaped
 from hvdtrain.steps import checkpoint as checkpoints
@@ -42,8 +40,6 @@ DIFFERENT = (
     "nothing was saved. The ranks have made different updates (gradients were changed on some of "
     "them, or broadcast_state was not called at the start), or the memory of a host is faulty"
 )
-PREFIX = "rank_buffers/"  # arrays of shape (world size, *shape of the buffer)
-SEEN = "rank_samples"  # int64, shape (world size,)
 
 
 @dataclass(frozen=True)
@@ -368,42 +364,3 @@ def _digest(name: str, array: np.ndarray[Any, Any]) -> bytes:
     digest = hashlib.sha256(name.encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.digest()
-
-
-def mean_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
-    """Return the mean of the ranks' buffers, weighted by ``seen``, each rank's sample count."""
-    weighted = {name: value.astype(np.float64) * seen for name, value in local.items()}
-    total = communicator.sum_arrays({**weighted, SEEN: np.array(seen)})
-    if total[SEEN] == 0:  # nothing trained yet: all ranks have the same
-        return local
-    return {name: (total[name] / total[SEEN]).astype(value.dtype) for name, value in local.items()}
-
-
-def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
-    """Return all ranks' buffers and sample counts, for a checkpoint."""
-    mine = {SEEN: np.array(seen), **{PREFIX + name: value for name, value in local.items()}}
-    rows = [safetensors.numpy.load(d) for d in communicator.gather(safetensors.numpy.save(mine))]
-    return {name: np.stack([row[name] for row in rows]) for name in mine}
-
-
-def separate_buffers(checkpoint: Checkpoint) -> tuple[Tensors, Arrays]:
-    """Split the arrays of a checkpoint into optimizer state and those of ``gather_buffers``.
-
-    Raises:
-        DAMAGE: the latter are not arrays of a value, or of a buffer of the model, per rank.
-    """
-    training = checkpoint.training
-    ranks = {k: np.asarray(v) for k, v in training.items() if k == SEEN or k.startswith(PREFIX)}
-    for name, rows in ranks.items():
-        buffer = checkpoint.model.get(name.removeprefix(PREFIX), rows[0])
-        if rows.shape != (len(ranks[SEEN]), *(() if name == SEEN else buffer.shape)):
-            raise ValueError(f"{name} has the shape {rows.shape}")
-    return {k: v for k, v in training.items() if k not in ranks}, ranks
-
-
-def buffers_of_rank(ranks: Arrays, rank: int, size: int) -> tuple[Arrays, int] | None:
-    """Return this rank's saved buffers and sample count; None if the world size differs."""
-    if SEEN not in ranks or len(ranks[SEEN]) != size:
-        return None
-    local = {k.removeprefix(PREFIX): v[rank] for k, v in ranks.items() if k != SEEN}
-    return local, int(ranks[SEEN][rank])

@@ -13,7 +13,8 @@ from typing import Any
 from typing_extensions import override
 
 from hvdtrain.config.declare import CommandParser, OptionValues, add_options, not_among
-from hvdtrain.config.options import Options, check
+from hvdtrain.config.option_checks import check
+from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.settings import Setting, read_settings

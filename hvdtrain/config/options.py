@@ -1,4 +1,4 @@
-"""The options of the trainers: one frozen dataclass, and checks of its values."""
+"""The options of the trainers: one frozen dataclass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from hvdtrain.config.comm_options import ADASUM, CommOptions
+from hvdtrain.config.comm_options import CommOptions
 from hvdtrain.config.declare import option
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.config.values import (
@@ -27,14 +27,10 @@ from hvdtrain.config.values import (
     span,
     tracker,
 )
-from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
 
-TENSORFLOWS_SEED = 2**32 - 1  # of keras.utils.set_random_seed and NumPy's legacy generator
-LONGEST_CYCLE = 1000  # milliseconds
 LAYERWISE = ("lars", "lamb")  # optimizers that scale the update of each weight by its norm
 OPTIMIZERS = ("sgd", "adam", "adamw", *LAYERWISE)
-LARGEST_FUSION = 2**20  # MiB: a tebibyte
 TASK_OPTIONS = "task options"  # title of the options that a workload adds
 
 
@@ -134,8 +130,8 @@ class Options(CommOptions):
     )
     lr_base_batch: int | None = option(
         None,
-        "global batch for which --lr is right: the learning rate grows by --lr-scaling with the "
-        "global batch divided by this number, instead of with the number of ranks",
+        "global batch to which --lr applies; --lr-scaling then scales by the global batch over "
+        "this number instead of by the number of ranks",
         batch,
     )
     warmup_epochs: float | None = option(None, "number of warm-up epochs", non_negative)
@@ -177,8 +173,8 @@ class Options(CommOptions):
     )
     ema: float = option(
         0.0,
-        "decay per update of an exponential moving average of the weights, which is evaluated "
-        "instead of them and saved beside them, e.g. 0.999; 0: none",
+        "decay per update of a moving average of the weights, saved with them and evaluated in "
+        "their place, e.g. 0.999; 0: none",
         fraction,
     )
     clip_norm: float = option(
@@ -311,115 +307,3 @@ class Options(CommOptions):
             return CommOptions(stages=self.stages, micro_batches=self.micro_batches)
         names = [field.name for field in dataclasses.fields(CommOptions)]
         return CommOptions(**{name: getattr(self, name) for name in names})
-
-
-def check(options: Options) -> Options:
-    """Raise if options contradict each other.
-
-    Raises:
-        UsageError: naming the options.
-    """
-    for names in options.EITHER:
-        values = [getattr(options, name) for name in names]
-        if all(value is not None and value is not False for value in values):  # 0 is a value
-            first, second = (f"--{name.replace('_', '-')}" for name in names)
-            raise UsageError(f"{first} and {second} contradict each other: give one")
-    if options.nesterov and (options.optimizer != "sgd" or not options.momentum):
-        raise UsageError("--nesterov needs --optimizer sgd with --momentum")
-    if options.accumulate_steps > 1 and options.sync_batchnorm:
-        raise UsageError(
-            "--sync-batchnorm needs the global batch in one pass, --accumulate-steps cuts it into "
-            "several: give one"
-        )
-    if options.reduction == ADASUM and options.sync_batchnorm:
-        raise UsageError(
-            "--reduction adasum needs gradients of each rank's part, --sync-batchnorm gives those "
-            "of the global batch: give one"
-        )
-    if options.autotune and options.deterministic:
-        raise UsageError(
-            "--autotune depends on timings, so runs are not bit-equal as --deterministic requires: "
-            "give one"
-        )
-    if options.compile and options.framework != "pytorch":
-        raise UsageError("--compile is for PyTorch only: leave it out with --framework tensorflow")
-    if options.stage and options.data is None:
-        raise UsageError("--stage needs --data, a dataset packed by `hvdtrain pack`")
-    if options.timeline_steps and options.timeline is None:
-        raise UsageError("--timeline-steps needs --timeline FILE")
-    _check_output(options)
-    _check_values(options)
-    if options.evaluates_only:
-        _check_evaluation(options)  # options of updates may be those of the training
-    else:
-        _check_training(options)
-    return options
-
-
-def _check_output(options: Options) -> None:
-    names = [choice.partition("=")[0] for choice in options.tracker]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise UsageError(f"--tracker {min(twice)} is given twice: give each tracker once")
-    if options.profile is None:
-        for name in ("profile_dir", "profile_ranks"):
-            if getattr(options, name) != Options.__dataclass_fields__[name].default:
-                raise UsageError(f"--{name.replace('_', '-')} needs --profile A:B")
-    elif options.profile[1] is None:
-        raise UsageError(f"--profile {options.profile[0]}: needs an end, e.g. 20:30")
-
-
-def _check_values(options: Options) -> None:
-    """Raise if a value is out of the range of the framework, the library or other options."""
-    if options.framework == "tensorflow" and options.seed > TENSORFLOWS_SEED:
-        raise UsageError(f"--seed {options.seed}: TensorFlow accepts at most {TENSORFLOWS_SEED}")
-    cycle = options.cycle_time_ms
-    if cycle is not None and cycle > LONGEST_CYCLE:
-        raise UsageError(
-            f"--cycle-time-ms {cycle:g}: must be at most {LONGEST_CYCLE}; each gradient reduction "
-            "waits for the end of a cycle"
-        )
-    fusion = options.fusion_threshold_mb
-    if fusion is not None and fusion > LARGEST_FUSION:
-        raise UsageError(f"--fusion-threshold-mb {fusion:g}: must be at most {LARGEST_FUSION:,}")
-    batch, passes = options.global_batch_size, options.accumulate_steps
-    if batch is not None and passes > batch:
-        raise UsageError(
-            f"--accumulate-steps {passes}: must be at most the --global-batch-size, {batch}"
-        )
-    if options.lr_milestones:
-        rising = sorted(set(options.lr_milestones))
-        if rising != list(options.lr_milestones):
-            specified, order = (
-                ",".join(f"{epoch:g}" for epoch in milestones)
-                for milestones in (options.lr_milestones, rising)
-            )
-            raise UsageError(f"--lr-milestones {specified}: must be in rising order: {order}")
-
-
-def _check_training(options: Options) -> None:
-    if options.checkpoint:
-        raise UsageError(
-            "--checkpoint is for --evaluate-only and --predict; a training resumes from "
-            "--checkpoint-dir"
-        )
-    if options.checkpoint_dir is None:
-        for name, default in {"checkpoint_every": None, "mtbf": None, "resume": "auto"}.items():
-            if getattr(options, name) not in (default, "never"):
-                raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
-        if options.on_nan == "rollback":
-            raise UsageError("--on-nan rollback needs --checkpoint-dir")
-
-
-def _check_evaluation(options: Options) -> None:
-    mode = "--predict" if options.predict else "--evaluate-only"
-    if options.benchmark == "training":
-        raise UsageError(f"--benchmark training and {mode} contradict each other: give one")
-    if not (options.benchmark or options.checkpoint or options.checkpoint_dir):
-        raise UsageError(
-            f"{mode} needs --checkpoint PATH or --checkpoint-dir DIR: the weights to evaluate"
-        )
-    if options.resume == "never":
-        raise UsageError(f"--resume never and {mode} contradict each other: leave one out")
-    for name in ("timeline", "profile"):
-        if getattr(options, name):
-            raise UsageError(f"--{name} records updates, and {mode} performs none: leave one out")

@@ -63,19 +63,19 @@ class Augmented(Dataset):
     @override
     def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
         wanted = list(parts)
-        read = [self._read(part) for part in wanted]
-        for part, (wide, batch) in zip(wanted, self.data.training(read), strict=True):
+        extended = [self._extended(part) for part in wanted]
+        for part, (extended_part, batch) in zip(wanted, self.data.training(extended), strict=True):
             self._begin(part.start.epoch)
             yield (
                 part,
                 dataclasses.replace(
                     batch,
                     shares=self._shares[part.indices] if self.mixup else None,
-                    boxes=self._boxes[wide.indices] if self.erase else None,
+                    boxes=self._boxes[extended_part.indices] if self.erase else None,
                 ),
             )
 
-    def _read(self, part: Part) -> Part:
+    def _extended(self, part: Part) -> Part:
         """Return ``part`` with the sample with which its last one is mixed."""
         if not self.mixup or not part.count:
             return part

@@ -37,10 +37,10 @@ class MovingAverage:
         updated = [p for p in self._parameters() if p.grad is not None]
         averaged = [p for p in updated if KEY in state[p]]
         skipped = getattr(optimizer, "found_inf", None)  # of a fused optimizer: no update was made
-        share = 1 - self.decay if skipped is None else (1 - self.decay) * (1 - skipped)
+        weight = 1 - self.decay if skipped is None else (1 - self.decay) * (1 - skipped)
         averages = locals_of(state[p][KEY] for p in averaged)
         for average, weights in zip(averages, locals_of(averaged), strict=True):
-            average.lerp_(weights, share)
+            average.lerp_(weights, weight)
         for parameter in updated:
             if KEY not in state[parameter]:
                 state[parameter][KEY] = parameter.detach().clone()
@@ -49,23 +49,27 @@ class MovingAverage:
         return [value for group in self.optimizer.param_groups for value in group["params"]]
 
     @contextmanager
-    def in_use(self, share: Callable[[], None]) -> Iterator[None]:
+    def in_use(self, send: Callable[[], None]) -> Iterator[None]:
         """Replace the weights by their average within the block; all ranks must call it together.
 
-        ``share`` sends the weights of this rank's share to the others, if they have them, too.
+        ``send`` sends the weights that this rank owns to the ranks that have copies of them. After
+        an error it is not called: the other ranks may still be computing.
         """
         state = self.optimizer.state
-        here = [p for p in self._parameters() if KEY in state.get(p, {})]
-        weights = [local(parameter).detach().clone() for parameter in here]
-        self._set(here, [local(state[parameter][KEY]) for parameter in here], share)
+        averaged = [p for p in self._parameters() if KEY in state.get(p, {})]
+        weights = [local(parameter).detach().clone() for parameter in averaged]
+        self._set(averaged, [local(state[parameter][KEY]) for parameter in averaged])
+        send()
         try:
             yield
-        finally:
-            self._set(here, weights, share)
+        except BaseException:
+            self._set(averaged, weights)
+            raise
+        self._set(averaged, weights)
+        send()
 
     @staticmethod
     @torch.no_grad()
-    def _set(parameters: Any, values: list[torch.Tensor], share: Callable[[], None]) -> None:
+    def _set(parameters: Any, values: list[torch.Tensor]) -> None:
         for parameter, value in zip(parameters, values, strict=True):
             local(parameter).copy_(value)
-        share()

@@ -103,7 +103,7 @@ def _begin_momentum(optimizer: Any, *_: Any) -> None:
 
 
 class Layerwise(torch.optim.Optimizer):
-    """An optimizer whose ``_updates`` are scaled by a trust ratio.
+    """An optimizer that scales the update of each weight by a trust ratio.
 
     Attributes:
         sum_shards: function that sums a tensor over the ranks that hold parts of the parameters.
@@ -118,7 +118,8 @@ class Layerwise(torch.optim.Optimizer):
 
         Parameters without a gradient are not updated.
         """
-        assert closure is None, "not supported"
+        if closure is not None:
+            raise ValueError("a closure is not supported: call backward() before step()")
         for group in self.param_groups:
             parameters = [value for value in group["params"] if value.grad is not None]
             for scaled in (True, False):
@@ -185,10 +186,10 @@ class Lars(Layerwise):
         velocities = self._buffers(parameters, "momentum_buffer")
         rate, decay = group["lr"], group["weight_decay"]
         if group["scaled"]:
-            of_weights, of_gradients = self._norms(parameters, weights, gradients)
-            ratio = group["trust"] * of_weights / (of_gradients + decay * of_weights)
+            weight_norms, gradient_norms = self._norms(parameters, weights, gradients)
+            ratio = group["trust"] * weight_norms / (gradient_norms + decay * weight_norms)
             updates = torch._foreach_add(gradients, weights, alpha=decay)
-            torch._foreach_mul_(updates, rates(rate, ratio, of_weights, of_gradients))
+            torch._foreach_mul_(updates, rates(rate, ratio, weight_norms, gradient_norms))
         else:
             updates = torch._foreach_mul(gradients, rate)
         torch._foreach_mul_(velocities, group["momentum"])
@@ -242,9 +243,9 @@ class Lamb(Layerwise):
         torch._foreach_div_(updates, roots)
         if group["scaled"]:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-            of_weights, of_updates = self._norms(parameters, weights, updates)
-            ratio = of_weights / of_updates
-            torch._foreach_mul_(updates, rates(group["lr"], ratio, of_weights, of_updates))
+            weight_norms, update_norms = self._norms(parameters, weights, updates)
+            ratio = weight_norms / update_norms
+            torch._foreach_mul_(updates, rates(group["lr"], ratio, weight_norms, update_norms))
         else:
             torch._foreach_mul_(updates, group["lr"])
         torch._foreach_sub_(weights, updates)

@@ -121,9 +121,9 @@ class Lars(_Guarded, keras.optimizers.Optimizer):
         velocity = self._velocities[self._get_variable_index(variable)]
         if len(variable.shape) > 1:
             weights = ops.convert_to_tensor(variable)
-            of_weights, of_gradient = norm(weights), norm(gradient)
-            ratio = self.trust * of_weights / (of_gradient + self.decay * of_weights)
-            rate *= unless_zero(ratio, of_weights, of_gradient)
+            weight_norm, gradient_norm = norm(weights), norm(gradient)
+            ratio = self.trust * weight_norm / (gradient_norm + self.decay * weight_norm)
+            rate *= unless_zero(ratio, weight_norm, gradient_norm)
             gradient += self.decay * weights
         self.assign(velocity, self.momentum * velocity + rate * gradient)
         self.assign_sub(variable, velocity)
@@ -182,8 +182,8 @@ class Lamb(_Guarded, keras.optimizers.Optimizer):
         if len(variable.shape) > 1:
             weights = ops.convert_to_tensor(variable)
             update += self.decay * weights
-            of_weights, of_update = norm(weights), norm(update)
-            rate *= unless_zero(of_weights / of_update, of_weights, of_update)
+            weight_norm, update_norm = norm(weights), norm(update)
+            rate *= unless_zero(weight_norm / update_norm, weight_norm, update_norm)
         self.assign_sub(variable, rate * update)
 
     @override

@@ -157,13 +157,13 @@ class Recipe:
     """The defaults of a workload, measured to keep its accuracy at any number of ranks."""
 
     batch_size: int  # samples per rank and step
-    lr: LearningRates  # for one rank, or for ``lr_batch``
+    lr: LearningRates  # for one rank, or for ``lr_base_batch``
     epochs: int
     warmup_epochs: float
     lr_schedule: str  # after the warm-up
     weight_decay: float  # L2 penalty
     # Global batch for which ``lr`` holds, and scales; None: it scales with the number of ranks.
-    lr_batch: int | None = None
+    lr_base_batch: int | None = None
     lr_milestones: tuple[float, ...] = ()  # of the schedule ``multistep``, in epochs
 
 

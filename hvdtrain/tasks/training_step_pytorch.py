@@ -23,7 +23,13 @@ from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
 from hvdtrain.tasks.moving_average import MovingAverage
-from hvdtrain.tasks.optimizers_pytorch import Guard, Layerwise, is_fused, make_optimizer
+from hvdtrain.tasks.optimizers_pytorch import (
+    Guard,
+    Layerwise,
+    is_fused,
+    local,
+    make_optimizer,
+)
 from hvdtrain.tasks.task import NotFinite, Task
 
 Losses = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -258,10 +264,10 @@ class TorchTask(Task):
         """Return the loss of each sample, which is linear in the labels of a mixture."""
         if batch.shares is None:
             return self._each(self._training_losses, output, batch.y)
-        mine, others = (
+        first, second = (
             self._each(self._training_losses, output, y) for y in (batch.y[:-1], batch.y[1:])
         )
-        return torch.lerp(others, mine, batch.shares)
+        return torch.lerp(second, first, batch.shares)
 
     def _each(self, function: Losses, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         losses = function(output, y)
@@ -279,9 +285,9 @@ class TorchTask(Task):
         A sum is not finite if a term is not, or if it overflows, so one pass detects both.
         """
         none = self.scale[0].new_zeros(())
-        local = [none if p.grad is None else _local(p.grad).sum() for p in self.model.parameters()]
-        sums: torch.Tensor = self.sum_shards(torch.stack(local))
-        return sums
+        sums = [none if p.grad is None else local(p.grad).sum() for p in self.model.parameters()]
+        summed: torch.Tensor = self.sum_shards(torch.stack(sums))
+        return summed
 
     def _not_finite(self) -> str:
         """Return the name of the first parameter whose gradient is not finite; empty: none."""
@@ -317,7 +323,7 @@ class TorchTask(Task):
     @torch.no_grad()
     @override
     def parameter_norm(self) -> float:
-        trained = [_local(p) for p in self.model.parameters() if p.requires_grad]
+        trained = [local(p) for p in self.model.parameters() if p.requires_grad]
         squares = torch.stack([p.double().square().sum() for p in trained])
         return float(self.sum_shards(squares).sum().sqrt())
 
@@ -359,8 +365,3 @@ def _prefers_channels_last(first: torch.Size | None = None, *_: torch.Size) -> b
     strategies must use the same one.
     """
     return first is not None and first[1] > 1
-
-
-def _local(value: Any) -> Any:
-    """Return the local part of a tensor that may be sharded (a ``DTensor``)."""
-    return value.to_local() if hasattr(value, "to_local") else value

@@ -219,10 +219,10 @@ class TFTask(Task):
         """Return the loss of each sample, which is linear in the labels of a mixture."""
         if batch.shares is None:
             return self._each(self._training_losses, output, batch.y)
-        mine, others = (
+        first, second = (
             self._each(self._training_losses, output, y) for y in (batch.y[:-1], batch.y[1:])
         )
-        return batch.shares * mine + (1 - batch.shares) * others
+        return batch.shares * first + (1 - batch.shares) * second
 
     def _traced_empty_step(self, learning_rate: Any, zero: Any) -> Any:
         variables = self.model.trainable_variables

@@ -26,13 +26,7 @@ from hvdtrain.system.files import check_folder
 from hvdtrain.system.runtime.detect import LaunchInfo
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.tasks.task import Task, Workload
-from hvdtrain.training.plan import (
-    TrainingPlan,
-    has_average,
-    make_plan,
-    training_origin,
-    weights_origin,
-)
+from hvdtrain.training.plan import TrainingPlan, evaluation_origin, make_plan, training_origin
 from hvdtrain.training.tracking import check_trackers
 
 SHOWN = 12  # digits of a digest
@@ -68,19 +62,14 @@ def check_early(
 
 def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> None:
     """Raise if the checkpoint is of another training, as far as the options determine it."""
-    origin = weights_origin(workload, options, plan)
-    path, source = options.checkpoint_dir, "--checkpoint-dir"
+    path, source, origin_of = options.checkpoint_dir, "--checkpoint-dir", training_origin
     if options.evaluates_only:
-        path, source = options.checkpoint or path, "checkpoint"
+        path, source, origin_of = options.checkpoint or path, "checkpoint", evaluation_origin
     elif options.resume == "never":
         return
-    else:
-        origin = training_origin(workload, options, plan)
     checkpoint = checkpoints.read_newest_state(path) if path else None
     if checkpoint:
-        checkpoints.check_origin(checkpoint, origin, source)
-        if options.evaluates_only and options.ema and not has_average(checkpoint.state):
-            raise UsageError(f"{checkpoint.path} was trained without --ema: omit it here, too")
+        checkpoints.check_origin(checkpoint, origin_of(workload, options, plan), source)
 
 
 def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:

@@ -42,7 +42,7 @@ class TrainingPlan:
     epochs: int  # length of the schedule
     num_steps: int | None  # number of updates after which it stops earlier; None: no limit
     lr_scaling: str  # scaling rule of the learning rate with the world size
-    lr: float  # for one rank
+    lr: float  # before the scaling by the number of ranks
     schedule: Schedule  # see ``schedule_over``
     weight_decay: float  # L2 penalty
     warmup_steps: int | None = None  # in updates; None: the warm-up of ``schedule``
@@ -83,11 +83,12 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     )
     # A fixed global batch means the same training at any world size, and Adasum itself chooses the
     # step length between the mean of the gradients and their sum.
-    fixed = options.global_batch_size or recipe.lr_batch or options.reduction == ADASUM
-    per_batch = recipe.lr_batch and options.lr_scaling is None and options.reduction != ADASUM
-    base_batch = options.lr_base_batch or (recipe.lr_batch if per_batch else None)
-    # The norms of the weights bound the updates of these, however large the batch is.
-    scaling = options.lr_scaling or ("sqrt" if options.optimizer in LAYERWISE else "linear")
+    fixed = options.global_batch_size or recipe.lr_base_batch
+    # LARS and LAMB bound each update by the norm of its weight, so their rate grows more slowly.
+    scaling = "sqrt" if options.optimizer in LAYERWISE else "linear"
+    scaling = options.lr_scaling or ("none" if options.reduction == ADASUM else scaling)
+    per_batch = recipe.lr_base_batch and options.lr_scaling is None
+    base_batch = options.lr_base_batch or (recipe.lr_base_batch if per_batch else None)
     lr = _or_default(options.lr, recipe.lr.of(options.optimizer))
     if base_batch:
         lr *= scale_factor(scaling, global_batch / base_batch)
@@ -135,6 +136,19 @@ def training_origin(workload: Workload, options: Options, plan: TrainingPlan) ->
         "optimizer": " ".join(kind),
         "seed": options.seed,
     }
+
+
+def evaluation_origin(
+    workload: Workload, options: Options, plan: TrainingPlan
+) -> dict[str, object]:
+    """Return the values of a checkpoint's ``origin`` that an evaluation must have to load it.
+
+    The moving average is part of the optimizer's state, in the order of its parameters.
+    """
+    origin = weights_origin(workload, options, plan)
+    if options.ema:
+        origin["optimizer"] = training_origin(workload, options, plan)["optimizer"]
+    return origin
 
 
 def has_average(state: Mapping[str, Any]) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.system.machine.limits import GIB, available_memory
-from tests.conftest import Outcome, Ranks, on_demand, ranks, run
+from tests.conftest import ROOT, Outcome, Ranks, on_demand, ranks, run
 from tests.parallel.conftest import FRAMEWORKS, assert_close, train
 
 RANKS = 64
@@ -45,3 +46,9 @@ def test_they_train_save_evaluate_and_end_as_one_rank_does(
     print(
         f"\n{framework}, {RANKS} ranks, {os.cpu_count()} cores: {seconds:.0f} s to the first step"
     )
+
+
+def test_the_simulated_peers_take_each_step_of_a_training() -> None:
+    outcome = run([sys.executable, "-m", "benchmarks.many_ranks", "--one=64"], cwd=ROOT)
+    assert outcome.code == 0, outcome.err
+    assert re.match(r"[\d.]+ s for 64 ranks: initialize .+, save_checkpoint .+", outcome.out)

@@ -53,7 +53,7 @@ def assert_evaluation(text: str, found: Summary, trained: dict[str, Any]) -> Non
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_digits_at_1_2_and_3_ranks(framework: str, tmp_path: Path) -> None:
     """297 samples; one file goes through a link, one is a pipe, one is of another strategy."""
-    line = (*DIGITS, f"--framework={framework}")
+    line = (*DIGITS, f"--framework={framework}", "--ema=0.9")
     trained = train(2, tmp_path, "mnist", *line, "--num-steps=8").summary
     where, summary = f"--checkpoint={trained['checkpoint']}", tmp_path / "evaluated.json"
     target, link, pipe = tmp_path / "target.csv", tmp_path / "link.csv", tmp_path / "pipe"
@@ -74,7 +74,8 @@ def test_digits_at_1_2_and_3_ranks(framework: str, tmp_path: Path) -> None:
     assert received == [text.encode()]
     assert (tmp_path / "three.csv").read_text() == text
     if framework == "pytorch":
-        for strategy in ("ddp", "fsdp"):  # one that wraps the model, and one that cuts it in parts
+        # They wrap the model, share the state of the optimizer, and cut both in parts.
+        for strategy in ("ddp", "zero", "fsdp"):
             file, told = tmp_path / f"{strategy}.csv", tmp_path / f"{strategy}.json"
             other = (*line, f"--strategy={strategy}", f"--predict={file}", f"--summary={told}")
             evaluate(2, "hvdtrain.mnist", *other, where)
@@ -150,6 +151,7 @@ def test_what_cannot_be_evaluated_is_one_line_and_exit_code_2(tmp_path: Path) ->
         ((f"--checkpoint={tmp_path / 'empty'}",), "there is no checkpoint in"),
         ((f"--checkpoint={damaged}",), "step-000000001 is damaged (ValueError: the checksum of"),
         ((f"--checkpoint={saved}", "--model=tutorial"), "model 'small' there, 'tutorial' here"),
+        ((f"--checkpoint={saved}", "--ema=0.9"), "optimizer 'sgd' there, 'sgd --ema' here"),
     ):
         (tmp_path / "empty").mkdir(exist_ok=True)
         number = 2 if "tutorial" in line[-1] else 1

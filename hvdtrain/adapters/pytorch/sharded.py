@@ -33,14 +33,13 @@ from hvdtrain.adapters.pytorch.adapter import (
 )
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums
 from hvdtrain.adapters.pytorch.sums import fill
+from hvdtrain.adapters.rank_buffers import SEEN, separate_buffers
 from hvdtrain.adapters.state_view import (
     DIFFERENT,
-    SEEN,
     Contribution,
     HostCopies,
     StateView,
     fitting,
-    separate_buffers,
 )
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints

@@ -45,14 +45,6 @@ class SyntheticOptions(Options):
 
     EITHER: ClassVar = (*Options.EITHER, ("synthetic", "data"))
 
-    decoder: str = option(
-        AUTO,
-        "library that decodes the images; dali: NVIDIA DALI, only the cropped region, on a GPU by "
-        "its JPEG engine (hvdtrain.resnet with PyTorch); auto: dali on an NVIDIA GPU if it is "
-        "installed, else pillow",
-        choices=DECODERS,
-        group="data",
-    )
     synthetic: bool = option(
         False,
         "measure throughput on random images (default without --data)",
@@ -65,6 +57,13 @@ class SyntheticOptions(Options):
 class ImageOptions(SyntheticOptions):
     """Options of image folders."""
 
+    decoder: str = option(
+        AUTO,
+        "library that decodes the images; dali: NVIDIA DALI, only the cropped region, on a GPU by "
+        "its JPEG engine (PyTorch); auto: dali on an NVIDIA GPU if it is installed, else pillow",
+        choices=DECODERS,
+        group="data",
+    )
     image_size: int = option(224, "height and width of the images in pixels", positive)
     skip_broken: bool = option(False, "skip and count images that cannot be decoded", bool)
 
@@ -81,12 +80,6 @@ class ImageFolder:
     def digest(self) -> str:
         """Digest of names below the split's folder, their order and their labels."""
         return self.files.digest_with(self.labels.tobytes())
-
-
-def refuse_dali(options: SyntheticOptions, reason: str) -> None:
-    """Raise ``UsageError`` if the options request DALI, where ``reason`` excludes it."""
-    if options.decoder == DALI:
-        raise UsageError(f"--decoder dali: {reason}: omit it")
 
 
 def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, ImageFolder | None]:

@@ -61,8 +61,8 @@ def build(options: ImageOptions) -> Task:
     """Return the task in the framework that the options name."""
     if options.image_size < 32:
         raise UsageError(f"--image-size {options.image_size}: a ResNet needs 32 pixels or more")
-    if options.framework != "pytorch":
-        image_folder.refuse_dali(options, f"{options.framework} decodes images itself")
+    if options.framework != "pytorch" and options.decoder == DALI:
+        raise UsageError(f"--decoder dali: {options.framework} decodes images itself: omit it")
     module = importlib.import_module(f"hvdtrain.workloads.resnet.{options.framework}")
     loader = importlib.import_module(f"hvdtrain.workloads.data.{LOADERS[options.framework]}")
     task: Task

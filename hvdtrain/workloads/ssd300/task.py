@@ -11,7 +11,7 @@ from hvdtrain.config.declare import option
 from hvdtrain.errors import UsageError
 from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.data import coco
-from hvdtrain.workloads.data.image_folder import SyntheticOptions, broken_files, refuse_dali
+from hvdtrain.workloads.data.image_folder import SyntheticOptions, broken_files
 
 LR = LearningRates(sgd=2.6e-3, adam=1e-4, adamw=1e-4, lars=0.5, lamb=0.001)
 
@@ -87,7 +87,7 @@ def recipe(_: DetectorOptions) -> Recipe:
     return Recipe(
         batch_size=64,
         lr=LR,
-        lr_batch=32,
+        lr_base_batch=32,
         epochs=65,
         warmup_epochs=1.0,
         lr_schedule="multistep",
@@ -104,7 +104,6 @@ def build(options: DetectorOptions) -> Task:
     """
     if options.framework != "pytorch":
         raise UsageError(f"--framework {options.framework}: ssd300 supports only PyTorch; omit it")
-    refuse_dali(options, "ssd300 decodes whole images, by Pillow")
     if options.pictures:
         try:
             options.pictures.mkdir(parents=True, exist_ok=True)

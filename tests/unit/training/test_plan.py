@@ -130,7 +130,7 @@ SCHEDULE = {
     "milestones": (),
     "decay": 0.1,
 }
-PER_BATCH = {"changes": {"lr_batch": 32}}
+PER_BATCH = {"changes": {"lr_base_batch": 32}}
 PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"optimizer": "sgd"}, {"lr": 0.1}),
     ({"optimizer": "adam"}, {"lr": 0.002}),
@@ -150,6 +150,8 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"global_batch_size": 96, "lr_scaling": "sqrt"}, {"lr_scaling": "sqrt"}),
     ({"reduction": "adasum"}, {"lr_scaling": "none"}),
     ({"reduction": "adasum", "lr_scaling": "sqrt"}, {"lr_scaling": "sqrt"}),
+    ({"reduction": "adasum", "lr_base_batch": 64}, {"lr": 0.1, "lr_scaling": "none"}),
+    ({**PER_BATCH, "reduction": "adasum"}, {"lr": 0.1, "lr_scaling": "none"}),
     ({"model": "second", "weight_decay": 0.01}, {"model": "second", "weight_decay": 0.01}),
     ({"num_steps": 3}, {"num_steps": 3, "schedule": SCHEDULE}),
     # A rate in proportion to the global batch: 4 ranks of 32.

@@ -54,7 +54,7 @@ def test_the_recipe_of_ssd300_is_that_of_the_paper() -> None:
     assert recipe(SSD300) == Recipe(
         batch_size=64,
         lr=LearningRates(sgd=2.6e-3, adam=1e-4, adamw=1e-4, lars=0.5, lamb=0.001),
-        lr_batch=32,
+        lr_base_batch=32,
         epochs=65,
         warmup_epochs=1.0,
         lr_schedule="multistep",

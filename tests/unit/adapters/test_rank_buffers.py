@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.adapters.state_view import (
+from hvdtrain.adapters.rank_buffers import (
     buffers_of_rank,
     gather_buffers,
     mean_buffers,

@@ -1,0 +1,56 @@
+"""Running statistics, which are local to each rank in training, as BatchNorm's are.
+
+For evaluating and saving they are averaged over the ranks, weighted by samples seen. The local ones
+stay unchanged and are saved in the checkpoint too, so neither an evaluation nor a save alters the
+training that follows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import safetensors.numpy
+
+from hvdtrain.collectives.base import Communicator
+from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
+
+PREFIX = "rank_buffers/"  # arrays of shape (world size, *shape of the buffer)
+SEEN = "rank_samples"  # int64, shape (world size,)
+
+
+def mean_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
+    """Return the mean of the ranks' buffers, weighted by ``seen``, each rank's sample count."""
+    weighted = {name: value.astype(np.float64) * seen for name, value in local.items()}
+    total = communicator.sum_arrays({**weighted, SEEN: np.array(seen)})
+    if total[SEEN] == 0:  # nothing trained yet: all ranks have the same
+        return local
+    return {name: (total[name] / total[SEEN]).astype(value.dtype) for name, value in local.items()}
+
+
+def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
+    """Return all ranks' buffers and sample counts, for a checkpoint."""
+    mine = {SEEN: np.array(seen), **{PREFIX + name: value for name, value in local.items()}}
+    rows = [safetensors.numpy.load(d) for d in communicator.gather(safetensors.numpy.save(mine))]
+    return {name: np.stack([row[name] for row in rows]) for name in mine}
+
+
+def separate_buffers(checkpoint: Checkpoint) -> tuple[Tensors, Arrays]:
+    """Split the arrays of a checkpoint into optimizer state and those of ``gather_buffers``.
+
+    Raises:
+        DAMAGE: the latter are not arrays of a value, or of a buffer of the model, per rank.
+    """
+    training = checkpoint.training
+    ranks = {k: np.asarray(v) for k, v in training.items() if k == SEEN or k.startswith(PREFIX)}
+    for name, rows in ranks.items():
+        buffer = checkpoint.model.get(name.removeprefix(PREFIX), rows[0])
+        if rows.shape != (len(ranks[SEEN]), *(() if name == SEEN else buffer.shape)):
+            raise ValueError(f"{name} has the shape {rows.shape}")
+    return {k: v for k, v in training.items() if k not in ranks}, ranks
+
+
+def buffers_of_rank(ranks: Arrays, rank: int, size: int) -> tuple[Arrays, int] | None:
+    """Return this rank's saved buffers and sample count; None if the world size differs."""
+    if SEEN not in ranks or len(ranks[SEEN]) != size:
+        return None
+    local = {k.removeprefix(PREFIX): v[rank] for k, v in ranks.items() if k != SEEN}
+    return local, int(ranks[SEEN][rank])
