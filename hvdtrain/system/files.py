@@ -53,7 +53,10 @@ def check_folder(path: Path, name: str) -> None:
     Raises:
         UsageError: beginning with ``name``.
     """
-    parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    except OSError as error:  # e.g. it is in a directory that this user may not enter
+        raise UsageError(f"{name}: {error.strerror}") from error
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise UsageError(f"{name}: {parent} is not a writable directory")
 

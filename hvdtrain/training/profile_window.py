@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -67,7 +68,8 @@ class ProfileWindow:
     def close(self, *, discards: bool = False) -> None:
         """End at the end of the training; ``discards``: there is no time to write the trace."""
         if self._open and discards:
-            log.warning("--profile: stopped before update %d, no trace is written", self.end)
+            if self.adapter.world.is_writer:
+                log.warning("--profile: stopped before update %d, no trace is written", self.end)
             self._open, self.recorded = False, None
         elif self._open:
             self._stop()
@@ -97,7 +99,8 @@ class ProfileWindow:
         if profiler is None:
             return
         self.adapter.waits.mark = contextlib.nullcontext
-        partial = self.folder / f".{self.file.name.removesuffix('.json.gz')}.partial.json.gz"
+        # A random name: the framework would follow a link that others have put there.
+        partial = self.folder / f".{secrets.token_hex(8)}.partial.json.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.stop(partial)

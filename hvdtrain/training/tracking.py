@@ -96,22 +96,24 @@ def _facts(session: Session, training_id: str, step: int) -> RunFacts:
     }
     plan = dataclasses.asdict(session.plan)
     known = non_default_options(options) | plan | method
-    here = {k: v for k, v in environment(world).items() if k != "ended"}
+    machine = {k: v for k, v in environment(world).items() if k != "ended"}
     return RunFacts(
         project=plain_name(f"hvdtrain-{name}"),
         name=f"{session.plan.model} {session.adapter.name} {world.size}",
         parameters={k: v for k, v in known.items() if v is not None},
-        environment=here,
+        environment=machine,
         training_id=plain_name(training_id),  # of a checkpoint, perhaps of someone else
         step=step,
     )
 
 
 class Trackers:
-    """The trackers of this rank, which may have none."""
+    """The trackers of this rank, which may have none; starts their threads."""
 
     def __init__(self, threads: Sequence[TrackerThread] = ()) -> None:
         self._threads = threads
+        for thread in threads:  # not before all packages have started: a run would stay open
+            thread.start()
 
     def write(self, kind: str, figures: Figures) -> None:
         """Hand figures of a ``step`` or ``epoch`` to each tracker; does not wait."""
@@ -160,7 +162,6 @@ class TrackerThread(threading.Thread):
             self._tracker: Tracker = TRACKERS[self.choice](where)
         except Exception as error:
             raise UsageError(f"--tracker {choice} cannot be started: {_line(error)}") from error
-        self.start()
 
     def add(self, record: LogEntry) -> None:
         """Queue a record, unless the queue is full."""

@@ -79,8 +79,8 @@ def make_results(
     """Return the results of ``settings``, of those that have run."""
     results = []
     for setting in settings:
-        mine = [run for run in runs if run.setting == setting]
-        if not mine:
+        latest = {run.repeat: run for run in runs if run.setting == setting}
+        if not latest:
             continue
         ended = [curve for curve in curves.get(setting, ()) if curve]
         first = [
@@ -88,17 +88,18 @@ def make_results(
             for curve in ended
         ]
         epochs = [number for number in first if number is not None]
-        number = len({run.repeat for run in mine})
         results.append(
             BatchResult(
-                setting.optimizer,
-                setting.batch,
-                next((run.summary.steps_completed for run in mine if run.summary), None),
-                tuple(curve[-1].value for curve in ended),
-                sum(target.is_reached(curve[-1].value) for curve in ended),
-                number,
-                statistics.median(epochs) if 2 * len(epochs) > number else None,
-                next((run.reason for run in mine if run.reason), ""),
+                optimizer=setting.optimizer,
+                batch=setting.batch,
+                updates=next(
+                    (run.summary.steps_completed for run in latest.values() if run.summary), None
+                ),
+                values=tuple(curve[-1].value for curve in ended),
+                reached=sum(target.is_reached(curve[-1].value) for curve in ended),
+                runs=len(latest),
+                epochs=statistics.median(epochs) if 2 * len(epochs) > len(latest) else None,
+                reason=next((run.reason for run in latest.values() if run.reason), ""),
             )
         )
     return results
@@ -134,7 +135,9 @@ def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting]
     if not settings:
         names = list(dict.fromkeys(run.setting.optimizer for run in runs))
         known = {run.setting for run in runs}
-        settings = sorted(known, key=lambda known: (names.index(known.optimizer), known.batch))
+        settings = sorted(
+            known, key=lambda setting: (names.index(setting.optimizer), setting.batch)
+        )
     curves = read_evaluations(runs, folder, target.metric)
     results = make_results(runs, curves, settings, target)
     if not any(result.values for result in results):

@@ -135,6 +135,7 @@ class BatchStudy:
             self.options.repeat,
             self.options.timeout,
             words=lambda repeat: ("--seed", str(repeat)),
+            independent=True,
         )
 
     def missing(self) -> list[Planned]:
@@ -166,14 +167,14 @@ class BatchStudy:
             raise UsageError(f"{variant.title}: {outcome.reason}")
         setting = next(value for value in self.settings if value.name == variant.name)
         run = BatchRun(
-            setting,
-            repeat,
-            self.ranks,
-            self.batch,
-            self.words,
-            self.share.machine,
-            outcome.summary,
-            outcome.reason,
+            setting=setting,
+            repeat=repeat,
+            ranks=self.ranks,
+            batch=self.batch,
+            command=self.words,
+            machine=self.share.machine,
+            summary=outcome.summary,
+            reason=outcome.reason,
         )
         records.append(self.options.folder / LINES, run.to_json(), _run)
 

@@ -102,6 +102,7 @@ class Plan:
     timeout: float | None = None  # seconds, of one run
     reverses: bool = False  # every second repeat in reverse order: a steady drift favours none
     words: Callable[[int], Sequence[str]] = lambda repeat: ()  # options of a repeat
+    independent: bool = False  # a failed repeat does not predict the others, e.g. of other seeds
 
     def runs(self) -> list[Planned]:
         """Return all runs in order: each variant once, then again."""
@@ -130,7 +131,8 @@ class Plan:
     ) -> None:
         """Execute the ``missing`` runs; ``record`` each outcome as the run ends.
 
-        A variant without a summary is not run again.
+        A variant without a summary is not run again, unless it failed and repeats are
+        ``independent``.
 
         Raises:
             UsageError: a run cannot be started.
@@ -156,7 +158,8 @@ class Plan:
                     outcome = measure(command, stem, self.timeout, variant.title)
                 record(variant, repeat, outcome)
                 if outcome.summary is None:
-                    skipped.add(variant.name)
+                    if not (self.independent and outcome.failed):
+                        skipped.add(variant.name)
                     state = "failed" if outcome.failed else "not available"
                     log.info("%s: %s: %s", head, state, outcome.reason)
                     continue

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from hvdtrain.adapters.profiler import COMMUNICATION, STEP
 from hvdtrain.commands.timeline.analyse import Analysis
 from hvdtrain.commands.timeline.events import COMMUNICATING, MICRO, WAITING
 from hvdtrain.commands.timeline.steps import WholeStep
@@ -34,8 +35,7 @@ LARGEST = 2**30  # bytes of a profile without compression
 ROWS = 40  # of the table
 OPERATION, KERNEL = "cpu_op", "kernel"  # categories of events
 ON_GPU = "gpu_user_annotation"  # category of copies of spans, for the kernels started in them
-STEP = re.compile(r"ProfilerStep#(\d+)")
-BLOCKED = "communication: "  # beginning of the spans of hvdtrain's trainers
+UPDATE = re.compile(rf"{STEP}#(\d+)")
 COLLECTIVE = re.compile(r"nccl|gloo:|mpi:|c10d::|Horovod(Grouped)?(All|Broadcast|Reducescatter)")
 
 Spans = list[tuple[float, float]]
@@ -148,7 +148,7 @@ def read(path: Path) -> Profile:
 def _updates(profile: Profile, path: Path) -> list[_Update]:
     """Return the updates in order of time, each with the events that begin in it."""
     events = [event for event in profile.traceEvents if event.ph == "X" and event.cat != ON_GPU]
-    matches = ((event, STEP.fullmatch(event.name)) for event in events)
+    matches = ((event, UPDATE.fullmatch(event.name)) for event in events)
     updates = [_Update(int(m[1]), e.ts, e.ts + e.dur, []) for e, m in matches if m]
     if not updates:
         raise UsageError(f"{path} has no spans ProfilerStep#N: record it with --profile A:B")
@@ -166,7 +166,7 @@ def _step(update: _Update, match: WholeStep | None) -> ProfiledStep:
     kind = KERNEL if any(event.cat == KERNEL for event in update.events) else OPERATION
     blocked, collective, computing = list[Event](), list[Event](), list[Event]()
     for event in update.events:
-        if event.name.startswith(BLOCKED):
+        if event.name.startswith(COMMUNICATION):
             blocked.append(event)
         elif COLLECTIVE.search(event.name):
             if kind == OPERATION or event.cat == KERNEL:  # else it only starts a kernel

@@ -21,6 +21,7 @@ from hvdtrain.steps.summary import Summary
 from hvdtrain.system.files import (
     MOST_READ,
     Output,
+    check_folder,
     check_writable,
     claim_folder,
     is_own_folder,
@@ -219,6 +220,14 @@ def test_an_output_file_is_checked_in_advance(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UsageError, match="--summary"):
         check_writable(tmp_path / "file" / "s.json", "--summary")
+
+
+def test_an_output_folder_is_checked_in_advance(tmp_path: Path) -> None:
+    check_folder(tmp_path / "new" / "folder", "--profile-dir")
+    assert not list(tmp_path.iterdir())
+    # Root may enter every directory: another error of the file system.
+    with pytest.raises(UsageError, match="--profile-dir: File name too long"):
+        check_folder(tmp_path / ("x" * 300) / "folder", "--profile-dir")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -140,6 +140,22 @@ def test_an_end_within_the_window(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     run.window.close(discards=True)
     assert "stop" not in run.done and run.window.recorded is None
     assert "--profile: stopped before update 4, no trace is written" in caplog.text
+    caplog.clear()
+    run = Run(tmp_path, rank=5)  # profiled, too
+    run.update(2)
+    run.window.close(discards=True)
+    assert not caplog.records  # rank 0 warns
+
+
+def test_a_link_in_a_shared_directory_is_not_followed(tmp_path: Path) -> None:
+    shared, target = tmp_path / "traces", tmp_path / "target"
+    shared.mkdir()
+    for name in (".rank-0.partial.json.gz", "rank-0.json.gz"):
+        (shared / name).symlink_to(target)
+    run = Run(tmp_path)
+    for step in range(6):
+        run.update(step)
+    assert (shared / "rank-0.json.gz").is_file() and not target.exists()
 
 
 def test_a_window_that_was_missed_is_reported(

@@ -306,13 +306,17 @@ def test_a_password_is_not_shown(
     assert "pass" not in caplog.text
 
 
-def test_a_package_that_refuses_to_start_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_refuses_to_start_is_a_usage_error_and_no_run_is_started(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(where: str) -> Tracker:
         raise ImportError("its extension is for another Python")
 
-    monkeypatch.setattr(tracking, "TRACKERS", {"mlflow": refuse})
-    with pytest.raises(UsageError, match="--tracker mlflow cannot be started: ImportError: its"):
-        TrackerThread("mlflow", FACTS)
+    monkeypatch.setattr(tracking, "TRACKERS", {"mlflow": lambda where: notebook, "wandb": refuse})
+    before = set(threading.enumerate())
+    with pytest.raises(UsageError, match="--tracker wandb cannot be started: ImportError: its"):
+        open_trackers(session(tracker=("mlflow", "wandb")))
+    assert not notebook.calls and set(threading.enumerate()) <= before
 
 
 def test_without_trackers_there_is_no_thread() -> None:

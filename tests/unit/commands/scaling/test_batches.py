@@ -12,6 +12,7 @@ import pytest
 from hvdtrain.commands.scaling import batch_report
 from hvdtrain.commands.scaling.batches import LINES, BatchRun, BatchSetting, make_study, read_runs
 from hvdtrain.commands.scaling.sweep import ScalingOptions
+from hvdtrain.commands.study import engine
 from hvdtrain.commands.study.curves import Target
 from hvdtrain.commands.study.engine import RunOutcome
 from hvdtrain.errors import UsageError
@@ -76,6 +77,22 @@ def test_an_unknown_program_needs_a_batch_size(tmp_path: Path) -> None:
         make_study(options(tmp_path), ["python", "train.py"])
 
 
+def test_a_seed_that_diverges_does_not_end_its_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = {
+        "16-1": RunOutcome(reason="the loss is nan at step 3", failed=True),
+        "16-2": RunOutcome(Summary(steps_completed=20)),
+        "100-1": RunOutcome(reason="the global batch does not fit in memory"),
+    }
+    monkeypatch.setattr(engine, "measure", lambda command, stem, *_: outcomes[stem.name])
+    study = make_study(options(tmp_path), WORDS)
+    study.plan.carry_out(study.missing(), study.record)
+    recorded = {f"{run.setting.name}-{run.repeat}": run for run in read_runs(tmp_path)}
+    assert recorded.keys() == outcomes.keys()
+    assert recorded["16-2"].summary and not recorded["16-1"].summary
+
+
 def finish(folder: Path, setting: BatchSetting, repeat: int, values: list[float]) -> None:
     """Write the files of a run with these accuracies after each epoch."""
     study = make_study(options(folder, optimizers=(setting.optimizer,)), WORDS)
@@ -132,6 +149,10 @@ def test_the_report(tmp_path: Path) -> None:
     assert table[:2] == ["optimizer,batch,updates,run,value", "sgd,16,20,1,0.95"]
     for file in report.data["files"]:
         assert Path(file).stat().st_size > 0
+    finish(tmp_path, BatchSetting("sgd", 100), 2, [0.1, 0.92])  # the failed run, repeated
+    report = batch_report.report(tmp_path, TARGET, study.settings)
+    assert report.data["largest"] == {"sgd": 100, "lamb": 100}
+    assert "nan" not in report.text
 
 
 def test_a_study_of_another_kind_is_not_continued(tmp_path: Path) -> None:
