@@ -109,6 +109,10 @@ soak: setup  ## what takes too long for test-all: faults again and again, all pa
 	python -m tests.faults.soak --data ../shared/data/mnist
 	python -m tests.faults.soak --data ../shared/data/mnist --framework tensorflow
 	python -m tests.fuzz all --seconds 600
+	$(call PIP,"pip installs DALI and the trackers") \
+	    $(WHEELS) --require-hashes --requirement requirements-extras.txt
+	HVDTRAIN_LONG=1 $(PYTEST) $(wildcard tests/*/test_dali.py tests/*/test_trackers.py) \
+	    tests/unit/training/test_trackers.py
 	HVDTRAIN_LONG=1 $(PYTEST) -s tests/faults/test_killed_saves.py tests/parallel/test_pairs.py \
 	    tests/parallel/test_many_ranks.py
 	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/parallel/test_elastic*.py)
@@ -140,8 +144,8 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
     --no-annotate --custom-compile-command 'make requirements'
 
 requirements:  ## write the pins and their hashes anew, with uv (CONTRIBUTING.md)
-	$(LOCK) --all-extras --constraint requirements.txt --constraint requirements-cuda.txt \
-	    --constraint <(printf '%s\n' $(TORCH)) setup.cfg \
+	$(LOCK) --extra all --extra nvidia --extra docs --extra test --constraint requirements.txt \
+	    --constraint requirements-cuda.txt --constraint <(printf '%s\n' $(TORCH)) setup.cfg \
 	    | awk -v all=requirements.txt -v cuda=requirements-cuda.txt \
 	        '/^#/ { print > all; print > cuda; next } /^[a-z]/ { out = all } \
 	        /^(cuda|nvidia|triton)/ { out = cuda } /^torch(vision)?==/ { out = "/dev/null" } \
@@ -150,6 +154,8 @@ requirements:  ## write the pins and their hashes anew, with uv (CONTRIBUTING.md
 	    > constraints.txt
 	$(LOCK) --extra test --extra mpi --extra completion --constraint requirements.txt \
 	    --output-file requirements-check.txt setup.cfg
+	$(LOCK) --extra dali --extra mlflow --extra wandb --constraint requirements.txt \
+	    --output-file requirements-extras.txt setup.cfg
 	printf '%s\n' cmake packaging setuptools wheel \
 	    | $(LOCK) --constraint $(BUILD_TOOLS) --output-file $(BUILD_TOOLS) -
 
