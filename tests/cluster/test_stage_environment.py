@@ -245,6 +245,18 @@ def ranks_are_missing(output: str) -> bool:
     return "rank " not in output
 
 
+def test_a_killed_process_ends_the_staging_and_nothing_is_left(two: Hosts) -> None:
+    """As one that needs more memory than there is."""
+    with two.slow("4mbit"), two.running(two.launch("--stage-env")) as process:
+        until(lambda: any(".part-" in name for name in two.copies()[2]), process)
+        (staging,) = two.programs(2, r"python\S* -m hvdtrain.commands.launch.environment_host")
+        os.kill(staging, signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "hvdtrain: error: --stage-env: " in output
+    assert ranks_are_missing(output)
+
+
 def test_a_signal_ends_the_staging_and_nothing_is_left(two: Hosts) -> None:
     with two.slow("4mbit"), two.running(two.launch("--stage-env")) as process:
         until(lambda: any(".part-" in name for name in two.copies()[2]), process)

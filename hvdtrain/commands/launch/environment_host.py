@@ -176,6 +176,7 @@ def stage(communicator: Communicator, archive: Archive, directory: Path, job: st
         except HvdtrainError:
             with contextlib.suppress(OSError, UsageError):
                 copy.release()
+            communicator.wait_for_all()  # mpirun kills the others when the first one exits
             raise
 
 

@@ -6,14 +6,17 @@ import os
 import resource
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typing_extensions import override
 
-from hvdtrain.collectives.base import SingleRank
+from hvdtrain.collectives.base import Communicator, SingleRank
+from hvdtrain.commands.launch import environment_host
 from hvdtrain.commands.launch.environment import pack
+from hvdtrain.commands.launch.environment_copy import LocalCopy
 from hvdtrain.commands.launch.environment_host import agreed
 from hvdtrain.errors import HvdtrainError
 from tests.environments import make_environment, stage, staged
@@ -101,6 +104,32 @@ def test_an_archive_that_has_gone_is_one_line(prefix: Path, tmp_path: Path) -> N
     archive.path.unlink()
     assert f"{archive.path}: No such file" in stage(archive, tmp_path / "local")
     assert nothing_left(tmp_path)
+
+
+def test_no_host_ends_while_another_one_removes_its_copy(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_ranks: Any
+) -> None:
+    """When the first process ends, mpirun kills the others."""
+    archive = pack(prefix, tmp_path / "cache")
+    archive.path.unlink()
+    release, events = LocalCopy.release, list[str]()
+
+    def slow_on_second(copy: LocalCopy) -> None:
+        if copy.folder.is_relative_to(tmp_path / "disk1"):
+            time.sleep(0.2)
+        release(copy)
+        events.append("removed")
+
+    def stage_on(host: Communicator) -> None:
+        directory = tmp_path / f"disk{host.rank}"
+        directory.mkdir()
+        with pytest.raises(HvdtrainError, match="No such file"):
+            environment_host.stage(host, archive, directory, "job")
+        events.append("ended")
+
+    monkeypatch.setattr(LocalCopy, "release", slow_on_second)
+    assert on_ranks(2, stage_on) == [None, None]
+    assert events == ["removed", "removed", "ended", "ended"]
 
 
 class ManyHosts(SingleRank):
