@@ -173,6 +173,7 @@ def stage(communicator: Communicator, archive: Archive, directory: Path, job: st
             if any(communicator.gather_json(missing)):
                 sha256 = distribute(communicator, archive.size, file, unpacking)
                 agreed(communicator, end)
+            agreed(communicator, copy.keep)
         except HvdtrainError:
             with contextlib.suppress(OSError, UsageError):
                 copy.release()
