@@ -140,7 +140,8 @@ def publish(copy: LocalCopy, archive: Archive, sha256: str) -> None:
         raise UsageError(f"{archive.path} is damaged, or arrived damaged: remove it")
     if (copy.part / BASE).is_dir():
         config, home = copy.part / CONFIG, f"{copy.folder / BASE / 'bin'}"
-        config.write_text(HOME.sub(lambda match: match[1] + home, config.read_text()))
+        text = HOME.sub(lambda match: match[1] + home, os.fsdecode(config.read_bytes()))
+        config.write_bytes(os.fsencode(text))
     copy.publish()
 
 

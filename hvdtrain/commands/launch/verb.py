@@ -133,6 +133,11 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         raise UsageError("--elastic requires --min N and --max M, the numbers of ranks")
     if arguments.stage_env and (arguments.elastic or arguments.launcher != "mpi"):
         raise UsageError("--stage-env is for the launcher of the MPI, not torchrun or --elastic")
+    if arguments.stage_env and arguments.dry_run:
+        raise UsageError(
+            "--stage-env and --dry-run: the command depends on copies that --dry-run does not "
+            "make; omit one of them"
+        )
     if arguments.launcher == "torchrun" and not arguments.discovery:
         return _by_torchrun(request, dry_run=arguments.dry_run)
     if arguments.elastic:
