@@ -170,11 +170,11 @@ def stage(communicator: Communicator, archive: Archive, directory: Path, job: st
 
     with contextlib.ExitStack() as stack:
         try:
-            missing = agreed(communicator, begin)
+            missing = on_all_hosts(communicator, begin)
             if any(communicator.gather_json(missing)):
                 sha256 = distribute(communicator, archive.size, file, unpacking)
-                agreed(communicator, end)
-            agreed(communicator, copy.keep)
+                on_all_hosts(communicator, end)
+            on_all_hosts(communicator, copy.keep)
         except HvdtrainError:
             with contextlib.suppress(OSError, UsageError):
                 copy.release()
@@ -182,7 +182,7 @@ def stage(communicator: Communicator, archive: Archive, directory: Path, job: st
             raise
 
 
-def agreed(communicator: Communicator, action: Callable[[], Result]) -> Result:
+def on_all_hosts(communicator: Communicator, action: Callable[[], Result]) -> Result:
     """Return the result of an action on this host, which all hosts do.
 
     Raises:

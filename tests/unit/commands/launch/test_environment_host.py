@@ -17,7 +17,7 @@ from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.commands.launch import environment_host
 from hvdtrain.commands.launch.environment import pack
 from hvdtrain.commands.launch.environment_copy import LocalCopy
-from hvdtrain.commands.launch.environment_host import agreed
+from hvdtrain.commands.launch.environment_host import on_all_hosts
 from hvdtrain.errors import HvdtrainError
 from tests.environments import make_environment, stage, staged
 
@@ -176,6 +176,6 @@ class ManyHosts(SingleRank):
 
 def test_the_errors_of_many_hosts_are_one() -> None:
     with pytest.raises(HvdtrainError, match=r"^host b: full \(and 2 more hosts\)$"):
-        agreed(ManyHosts(), lambda: None)
+        on_all_hosts(ManyHosts(), lambda: None)
     with pytest.raises(HvdtrainError, match=r": No such file or directory \(and 3 more hosts\)$"):
-        agreed(ManyHosts(), Path("/missing").stat)
+        on_all_hosts(ManyHosts(), Path("/missing").stat)
