@@ -76,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=MUST,
         choices=(MUST, TRY),
         help="copy the program's virtual or conda environment to $TMPDIR of each host over MPI, "
-        "and start the ranks there; try: on an error, e.g. of a full disk, start them as usual",
+        "and start the ranks there; try: without copies if they cannot be made, e.g. on a full "
+        "disk",
     )
     parser.add_argument("--tag", action="store_true", help="prefix each line of output with [RANK]")
     parser.add_argument(
