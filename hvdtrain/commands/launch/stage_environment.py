@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.commands.install_horovod.wheel_cache import cache_root
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.environment import (
     ERROR,
@@ -26,6 +25,7 @@ from hvdtrain.commands.launch.environment import (
 from hvdtrain.commands.launch.environment_copy import HOLD, copy_folder, reservation
 from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.files import cache_root
 from hvdtrain.system.output.text import duration, plural, size
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import run
