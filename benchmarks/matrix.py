@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.install_horovod.build import decisive_line
-from hvdtrain.commands.install_horovod.wheel_cache import cache_root, read_json, write_atomically
+from hvdtrain.commands.install_horovod.wheel_cache import read_json, write_atomically
+from hvdtrain.system.files import cache_root
 from hvdtrain.system.runtime.command import Command, run
 
 ROOT = Path(__file__).resolve().parent.parent

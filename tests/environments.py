@@ -35,6 +35,8 @@ def make_editable(prefix: Path, project: Path) -> None:
 
 def stage(archive: Archive, directory: Path, job: str = "job") -> str:
     """Make a copy in one process without MPI; return why that failed."""
+    if not directory.exists():
+        directory.mkdir()
     try:
         environment_host.stage(SingleRank(), archive, directory, job)
     except HvdtrainError as error:

@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -59,6 +59,14 @@ def check_folder(path: Path, name: str) -> None:
         raise UsageError(f"{name}: {error.strerror}") from error
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise UsageError(f"{name}: {parent} is not a writable directory")
+
+
+def cache_root(environ: Mapping[str, str]) -> Path:
+    """Return the cache of hvdtrain: HVDTRAIN_CACHE, or a part of the user's cache directory."""
+    if environ.get("HVDTRAIN_CACHE"):
+        return Path(environ["HVDTRAIN_CACHE"]).absolute()
+    base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home()) / ".cache"
+    return Path(base).absolute() / "hvdtrain"
 
 
 def is_own_folder(folder: Path) -> bool:

@@ -242,7 +242,19 @@ def test_a_full_disk_ends_the_job_with_one_line_or_it_runs_without_copies(
 
 def ranks_are_missing(output: str) -> bool:
     """Return whether no rank has printed anything."""
-    return "rank " not in output
+    return not any(line.startswith("rank ") for line in output.splitlines())
+
+
+def test_a_killed_process_ends_the_staging_and_nothing_is_left(two: Hosts) -> None:
+    """As one that needs more memory than there is."""
+    with two.slow("4mbit"), two.running(two.launch("--stage-env")) as process:
+        until(lambda: any(".part-" in name for name in two.copies()[2]), process)
+        (staging,) = two.programs(2, r"python\S* -m hvdtrain.commands.launch.environment_host")
+        os.kill(staging, signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "hvdtrain: error: --stage-env: " in output
+    assert ranks_are_missing(output)
 
 
 def test_a_signal_ends_the_staging_and_nothing_is_left(two: Hosts) -> None:

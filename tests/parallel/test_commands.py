@@ -38,6 +38,7 @@ DRY = (
     ),
     (re.compile(r"^hvdtrain install-horovod"), "hvdtrain install-horovod --dry-run"),
     (re.compile(r"^hvdtrain launch (?=.*--hosts)(?!.*--dry-run)"), "hvdtrain launch --dry-run "),
+    (re.compile(r"(?<=launch --dry-run )(.*)--stage-env "), r"\1"),  # not with --dry-run
     (re.compile(r"^hvdtrain scaling (?=.*--(submit|batches))"), "hvdtrain scaling --dry-run "),
     (re.compile(r"^hvdtrain data-fetch (?!.*--dry-run)"), "hvdtrain data-fetch --dry-run "),
     (re.compile(r"^hvdtrain compare "), "hvdtrain compare --dry-run "),

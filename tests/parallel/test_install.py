@@ -18,8 +18,9 @@ import pytest
 from hvdtrain.commands.install_horovod.plan import InstallOptions, make_plan
 from hvdtrain.commands.install_horovod.toolchain import find
 from hvdtrain.commands.install_horovod.verb import Session
-from hvdtrain.commands.install_horovod.wheel_cache import WheelCache, cache_root
+from hvdtrain.commands.install_horovod.wheel_cache import WheelCache
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.files import cache_root
 from tests.conftest import environment
 
 OUTER = Path(sysconfig.get_path("platlib"))

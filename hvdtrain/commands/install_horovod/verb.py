@@ -24,7 +24,6 @@ from hvdtrain.commands.install_horovod.wheel_cache import (
     CachedWheel,
     WheelCache,
     cache_key,
-    cache_root,
     find_installed,
     identity,
     is_complete,
@@ -35,6 +34,7 @@ from hvdtrain.commands.install_horovod.wheel_cache import (
 )
 from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError
+from hvdtrain.system.files import cache_root
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import entry
 from hvdtrain.system.runtime.command import Command, HeldSignals, run, termination_as_interrupt

@@ -94,14 +94,6 @@ def cache_key(facts: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def cache_root(environ: Mapping[str, str]) -> Path:
-    """Return the directory of the cache: HVDTRAIN_CACHE, or in the user's cache directory."""
-    if environ.get("HVDTRAIN_CACHE"):
-        return Path(environ["HVDTRAIN_CACHE"]).absolute()
-    base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home()) / ".cache"
-    return Path(base).absolute() / "hvdtrain"
-
-
 def file_hash(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as stream:

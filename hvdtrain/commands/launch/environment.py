@@ -111,11 +111,17 @@ def environment_of(program: Path) -> Path:
 
 
 def editable_installs(prefix: Path) -> list[str]:
-    """Return the directories of editable installs, which ranks import from there."""
-    records = prefix.glob("lib/python*/site-packages/*.dist-info/direct_url.json")
-    contents = [json.loads(record.read_text()) for record in records]
-    installs = [item["url"] for item in contents if item.get("dir_info", {}).get("editable")]
-    return sorted(unquote(urlparse(url).path) for url in installs)
+    """Return the directories of editable installs, which ranks import from there.
+
+    A record that cannot be read is skipped, as the list is only for the user's information.
+    """
+    directories = []
+    for record in prefix.glob("lib/python*/site-packages/*.dist-info/direct_url.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            content = json.loads(record.read_bytes())
+            if content["dir_info"]["editable"]:
+                directories.append(unquote(urlparse(str(content["url"])).path))
+    return sorted(directories)
 
 
 # Which files
@@ -138,7 +144,7 @@ def list_files(prefix: Path) -> list[Entry]:
 
 def _base(prefix: Path) -> Tree | None:
     """Return the interpreter of a virtual environment, unless the hosts have their own."""
-    config = (prefix / CONFIG).read_text() if (prefix / CONFIG).is_file() else ""
+    config = os.fsdecode((prefix / CONFIG).read_bytes()) if (prefix / CONFIG).is_file() else ""
     home, version = HOME.search(config), VERSION.search(config)
     root = Path(os.path.realpath(home[2])).parent if home else Path("/usr")
     if version is None or any(root.is_relative_to(folder) for folder in SYSTEM):

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hvdtrain.errors import UsageError
 from hvdtrain.system.files import claim_folder
 
 PREFIX = "hvdtrain-env-"  # of the name of the folder
@@ -31,6 +32,7 @@ MARK = ".hvdtrain-environment"  # in a copy: the boot of the host in which it wa
 START = 600.0  # seconds in which a job starts its ranks
 DAY = 86400.0  # seconds; later, a service may have removed old files from an unused copy
 OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+REMEDY = "set TMPDIR to a directory that each host has on a local disk"
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies the time since the host was started
 # A rank, and what it starts, holds a lock on the copy, its first argument, which then needs no
 # reservation, its second one.
@@ -50,7 +52,7 @@ def reservation(copy: Path, job: str) -> Path:
 class LocalCopy:
     """The copy of an environment on this host, for one job.
 
-    The methods raise UsageError if the folder is not this user's, and OSError.
+    The methods raise UsageError if the folder is not this user's or not local, and OSError.
     """
 
     def __init__(self, digest: str, directory: Path, job: str) -> None:
@@ -66,7 +68,10 @@ class LocalCopy:
         If it is, fill ``part`` and ``publish`` it.
         """
         with self._exclusive() as take:
-            self._job.touch()
+            try:
+                self._job.touch(exist_ok=False)
+            except FileExistsError:  # of the same job on another host
+                raise UsageError(f"{self._root} is shared by several hosts: {REMEDY}") from None
             if self.folder.exists() and not _is_sound(self.folder):
                 take(self.folder)
             missing = not self.folder.exists()
@@ -86,11 +91,23 @@ class LocalCopy:
                 self.part.rename(self.folder)
             self._unlock()
 
+    def keep(self) -> None:
+        """Renew the reservation, when all hosts have their copy.
+
+        Raises:
+            UsageError: it had expired, and the copy was removed.
+        """
+        with _locked(self._root):
+            self._job.touch()
+            if not self.folder.exists():
+                raise UsageError(f"{self.folder} was removed by another job: start the job again")
+
     def release(self) -> None:
         """End the use by this job."""
-        with self._exclusive():
-            self._job.unlink(missing_ok=True)
-            self._unlock()
+        if self._root.exists():
+            with self._exclusive():
+                self._job.unlink(missing_ok=True)
+                self._unlock()
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -159,17 +176,24 @@ def _locked(root: Path) -> Iterator[None]:
     """Hold the lock of the folder ``root``, which is created, and removed if it is left empty.
 
     Raises:
-        UsageError: the folder is not this user's.
+        UsageError: the folder is not this user's, or cannot be locked.
         OSError: it cannot be created.
     """
-    root.parent.mkdir(parents=True, exist_ok=True)
+    if not root.parent.is_dir():
+        raise UsageError(f"{root.parent} is not a directory: {REMEDY}")
     while True:
         with contextlib.suppress(FileExistsError):
             root.mkdir(mode=0o700)
         with contextlib.suppress(FileNotFoundError):  # another process has removed it meanwhile
             claim_folder(root)
             handle = os.open(root, OPEN)
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            except OSError as error:  # e.g. of NFS
+                os.close(handle)
+                _remove_empty(root)
+                reason = f"{root} cannot be locked ({error.strerror})"
+                raise UsageError(f"{reason}: {REMEDY}") from error
             if os.path.samestat(os.fstat(handle), root.lstat()):
                 break
             os.close(handle)
@@ -177,9 +201,13 @@ def _locked(root: Path) -> Iterator[None]:
         os.fchmod(handle, 0o700)
         yield
     finally:
-        with contextlib.suppress(OSError):  # it is not empty
-            root.rmdir()
+        _remove_empty(root)
         os.close(handle)
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # it is not empty
+        folder.rmdir()
 
 
 def _is_sound(copy: Path) -> bool:

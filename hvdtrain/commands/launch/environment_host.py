@@ -140,7 +140,8 @@ def publish(copy: LocalCopy, archive: Archive, sha256: str) -> None:
         raise UsageError(f"{archive.path} is damaged, or arrived damaged: remove it")
     if (copy.part / BASE).is_dir():
         config, home = copy.part / CONFIG, f"{copy.folder / BASE / 'bin'}"
-        config.write_text(HOME.sub(lambda match: match[1] + home, config.read_text()))
+        text = HOME.sub(lambda match: match[1] + home, os.fsdecode(config.read_bytes()))
+        config.write_bytes(os.fsencode(text))
     copy.publish()
 
 
@@ -169,17 +170,19 @@ def stage(communicator: Communicator, archive: Archive, directory: Path, job: st
 
     with contextlib.ExitStack() as stack:
         try:
-            missing = agreed(communicator, begin)
+            missing = on_all_hosts(communicator, begin)
             if any(communicator.gather_json(missing)):
                 sha256 = distribute(communicator, archive.size, file, unpacking)
-                agreed(communicator, end)
+                on_all_hosts(communicator, end)
+            on_all_hosts(communicator, copy.keep)
         except HvdtrainError:
             with contextlib.suppress(OSError, UsageError):
                 copy.release()
+            communicator.wait_for_all()  # mpirun kills the others when the first one exits
             raise
 
 
-def agreed(communicator: Communicator, action: Callable[[], Result]) -> Result:
+def on_all_hosts(communicator: Communicator, action: Callable[[], Result]) -> Result:
     """Return the result of an action on this host, which all hosts do.
 
     Raises:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.commands.install_horovod.wheel_cache import cache_root
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.environment import (
     ERROR,
@@ -26,6 +25,7 @@ from hvdtrain.commands.launch.environment import (
 from hvdtrain.commands.launch.environment_copy import HOLD, copy_folder, reservation
 from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.files import cache_root
 from hvdtrain.system.output.text import duration, plural, size
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import run
@@ -47,6 +47,7 @@ PATHS = (
 )
 PATIENCE = 120.0  # seconds to remove the copies
 FAILED = 5.0  # seconds after a failure: a host may be lost
+KILLED = 20.0  # seconds after the death of a process that made a copy
 
 
 class StagedEnvironment:
@@ -81,6 +82,8 @@ class StagedEnvironment:
         if not result.ok:
             lines = result.output.strip().splitlines()
             reason = next((line for line in lines if line.startswith(ERROR)), "")
+            if not reason:  # one process has died, and mpirun has killed the others
+                self.remove(KILLED)
             shown = reason.removeprefix(ERROR) or " ".join(lines)[-300:]
             raise HvdtrainError(f"--stage-env: {shown}")
         text = "hvdtrain: environment of %s staged in %s on %s, in %s"

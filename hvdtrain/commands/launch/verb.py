@@ -76,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=MUST,
         choices=(MUST, TRY),
         help="copy the program's virtual or conda environment to $TMPDIR of each host over MPI, "
-        "and start the ranks there; try: on an error, e.g. of a full disk, start them as usual",
+        "and start the ranks there; try: without copies if they cannot be made, e.g. on a full "
+        "disk",
     )
     parser.add_argument("--tag", action="store_true", help="prefix each line of output with [RANK]")
     parser.add_argument(
@@ -133,6 +134,11 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         raise UsageError("--elastic requires --min N and --max M, the numbers of ranks")
     if arguments.stage_env and (arguments.elastic or arguments.launcher != "mpi"):
         raise UsageError("--stage-env is for the launcher of the MPI, not torchrun or --elastic")
+    if arguments.stage_env and arguments.dry_run:
+        raise UsageError(
+            "--stage-env and --dry-run: the command depends on copies that --dry-run does not "
+            "make; omit one of them"
+        )
     if arguments.launcher == "torchrun" and not arguments.discovery:
         return _by_torchrun(request, dry_run=arguments.dry_run)
     if arguments.elastic:

@@ -61,7 +61,18 @@ from hvdtrain.system.output.text import plural
 log = logging.getLogger(__name__)
 
 # Options that are set by the sweep, or make no sense for one of its jobs.
-RESERVED = ("nodes", "name", "threads", "array", "ladder", "chain", "once", "follow", "command")
+RESERVED = (
+    "nodes",
+    "name",
+    "threads",
+    "array",
+    "ladder",
+    "chain",
+    "once",
+    "stage_env",
+    "follow",
+    "command",
+)
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -308,7 +319,8 @@ def _parse(options: str) -> Job:
         raise UsageError(f"--submit {options!r}: hvdtrain submit has no {unknown[0]}")
     for name in RESERVED:
         if getattr(arguments, name) != parser.get_default(name) and getattr(arguments, name):
-            raise UsageError(f"--submit {options!r}: --{name} is set by the sweep; remove it")
+            given = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--submit {options!r}: {given} is set by the sweep; remove it")
     return job_of(arguments)
 
 

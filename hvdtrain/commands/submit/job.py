@@ -149,8 +149,8 @@ class Job:
     env: str | None = option(None, "Python environment (this one), or none", metavar="DIR")
     stage_env: str | None = option(
         None,
-        "start the ranks from copies of the environment in $TMPDIR of each node; try: on an error, "
-        "e.g. of a full disk, as usual",
+        "start the ranks from copies of the environment in $TMPDIR of each node; try: without "
+        "copies if they cannot be made, e.g. on a full disk",
         choices=(MUST, TRY),
         bare=MUST,
     )

@@ -21,6 +21,7 @@ from hvdtrain.steps.summary import Summary
 from hvdtrain.system.files import (
     MOST_READ,
     Output,
+    cache_root,
     check_folder,
     check_writable,
     claim_folder,
@@ -90,6 +91,12 @@ def test_a_folder_that_another_user_may_have_made_is_not_ours(tmp_path: Path) ->
         assert not is_own_folder(ours)
         with pytest.raises(UsageError, match="ours is not a directory of yours"):
             claim_folder(ours)
+
+
+def test_cache_root() -> None:
+    assert cache_root({"HVDTRAIN_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
+    assert cache_root({"XDG_CACHE_HOME": "/x", "HOME": "/h"}) == Path("/x/hvdtrain")
+    assert cache_root({"HOME": "/h"}) == Path("/h/.cache/hvdtrain")
 
 
 def test_a_file_system_that_changes_the_owner_of_all_files(

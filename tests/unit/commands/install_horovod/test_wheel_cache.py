@@ -22,7 +22,6 @@ from hvdtrain.commands.install_horovod.toolchain import Cuda, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import (
     WheelCache,
     cache_key,
-    cache_root,
     identity,
 )
 from hvdtrain.errors import HvdtrainError
@@ -71,12 +70,6 @@ def test_equal_binaries_have_equal_keys(toolchain: Toolchain) -> None:
     # CUDA is not used by the binary
     cuda = dataclasses.replace(toolchain, cuda=Cuda(Path("/opt/cuda"), "12.0"))
     assert key_of(cuda) == key_of(toolchain)
-
-
-def test_cache_root() -> None:
-    assert cache_root({"HVDTRAIN_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
-    assert cache_root({"XDG_CACHE_HOME": "/x", "HOME": "/h"}) == Path("/x/hvdtrain")
-    assert cache_root({"HOME": "/h"}) == Path("/h/.cache/hvdtrain")
 
 
 def test_a_stored_wheel_is_found_unless_it_was_changed(tmp_path: Path) -> None:

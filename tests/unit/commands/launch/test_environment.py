@@ -78,7 +78,12 @@ def test_the_copy_works_without_the_original(tmp_path: Path) -> None:
 
 
 def test_editable_installs_are_named(tmp_path: Path) -> None:
-    assert editable_installs(make_venv(tmp_path)) == [str(tmp_path / "project")]
+    venv = make_venv(tmp_path)
+    for number, damaged in enumerate((b"", b"\xff", b"[]", b'{"dir_info": {"editable": true}}')):
+        record = venv / PACKAGES / f"damaged{number}-1.dist-info" / "direct_url.json"
+        record.parent.mkdir()
+        record.write_bytes(damaged)
+    assert editable_installs(venv) == [str(tmp_path / "project")]
 
 
 def test_files_keep_their_times_and_modes(prefix: Path, tmp_path: Path) -> None:
@@ -109,8 +114,8 @@ def test_caches_and_other_environments_of_conda_are_links(prefix: Path) -> None:
 
 
 def test_of_an_interpreter_its_standard_library_is_copied(tmp_path: Path) -> None:
-    """All else in its directory, which may be large, is there by links."""
-    base, prefix = tmp_path / "base", tmp_path / "venv"
+    """All else in its directory, which may be large and of any name, is there by links."""
+    base, prefix = tmp_path / os.fsdecode(b"caf\xe9"), tmp_path / "venv"
     copied = [f"bin/{PYTHON}", f"lib/{PYTHON}/os.py", f"lib/{PYTHON}/lib-dynload/_ssl.so"]
     linked = ["bin/tool", "lib/libssl.so.3", "include", f"lib/{PYTHON}/site-packages"]
     for name in (*copied, "bin/tool", "lib/libssl.so.3", f"include/{PYTHON}/Python.h"):
@@ -121,7 +126,8 @@ def test_of_an_interpreter_its_standard_library_is_copied(tmp_path: Path) -> Non
     (prefix / "bin").mkdir(parents=True)
     (prefix / "bin" / "python").symlink_to(base / "bin" / "python3")
     version = PYTHON.removeprefix("python")
-    (prefix / "pyvenv.cfg").write_text(f"home = {base}/bin\nversion = {version}.1\n")
+    config = f"home = {base}/bin\nversion = {version}.1\n"
+    (prefix / "pyvenv.cfg").write_bytes(os.fsencode(config))
     entries = list_files(prefix)
     assert {entry.name for entry in entries if entry.status} == {
         "pyvenv.cfg",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -91,6 +93,15 @@ def test_a_job_that_ends_leaves_the_copy_of_one_that_is_about_to_start_its_ranks
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reservation_is_renewed_when_all_hosts_have_their_copy(tmp_path: Path) -> None:
+    """Until then it may have expired: other hosts may unpack for long."""
+    starting = make(tmp_path, "starting")
+    os.utime(reservation(starting.folder, "starting"), (time.time() - START - 1,) * 2)
+    starting.keep()
+    make(tmp_path, "ending").release()
+    assert (starting.folder / "file").exists()
+
+
 def test_two_jobs_at_once_wait_for_nothing(tmp_path: Path) -> None:
     """On two hosts each could have what the other one waits for."""
     first, second = copy_of(tmp_path, "one"), copy_of(tmp_path, "two")
@@ -163,6 +174,29 @@ def test_a_copy_that_may_lack_files_is_not_used(why: str, tmp_path: Path) -> Non
     else:
         mark.unlink()
     assert copy_of(tmp_path, "next").reserve()
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    """Nobody would remove it."""
+    copy = copy_of(tmp_path / "missing")
+    with pytest.raises(UsageError, match="missing is not a directory: set TMPDIR to"):
+        copy.reserve()
+    copy.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS has none for directories."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UsageError, match=r"cannot be locked \(Bad file descriptor\): set TMPDIR"):
+        copy_of(tmp_path).reserve()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_link_that_another_user_may_have_made_is_not_followed(tmp_path: Path) -> None:

@@ -6,15 +6,18 @@ import os
 import resource
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typing_extensions import override
 
-from hvdtrain.collectives.base import SingleRank
+from hvdtrain.collectives.base import Communicator, SingleRank
+from hvdtrain.commands.launch import environment_host
 from hvdtrain.commands.launch.environment import pack
-from hvdtrain.commands.launch.environment_host import agreed
+from hvdtrain.commands.launch.environment_copy import LocalCopy
+from hvdtrain.commands.launch.environment_host import on_all_hosts
 from hvdtrain.errors import HvdtrainError
 from tests.environments import make_environment, stage, staged
 
@@ -92,8 +95,7 @@ def test_a_host_without_flock_is_one_line(
 def test_a_local_directory_that_is_a_file_is_one_line(prefix: Path, tmp_path: Path) -> None:
     (tmp_path / "local").touch()
     error = stage(pack(prefix, tmp_path / "cache"), tmp_path / "local")
-    assert "local" in error
-    assert "File exists" in error or "Not a directory" in error
+    assert f"{tmp_path}/local is not a directory: set TMPDIR" in error
 
 
 def test_an_archive_that_has_gone_is_one_line(prefix: Path, tmp_path: Path) -> None:
@@ -101,6 +103,67 @@ def test_an_archive_that_has_gone_is_one_line(prefix: Path, tmp_path: Path) -> N
     archive.path.unlink()
     assert f"{archive.path}: No such file" in stage(archive, tmp_path / "local")
     assert nothing_left(tmp_path)
+
+
+def test_no_host_ends_while_another_one_removes_its_copy(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_ranks: Any
+) -> None:
+    """When the first process ends, mpirun kills the others."""
+    archive = pack(prefix, tmp_path / "cache")
+    archive.path.unlink()
+    release, events = LocalCopy.release, list[str]()
+
+    def slow_on_second(copy: LocalCopy) -> None:
+        if copy.folder.is_relative_to(tmp_path / "disk1"):
+            time.sleep(0.2)
+        release(copy)
+        events.append("removed")
+
+    def stage_on(host: Communicator) -> None:
+        directory = tmp_path / f"disk{host.rank}"
+        directory.mkdir()
+        with pytest.raises(HvdtrainError, match="No such file"):
+            environment_host.stage(host, archive, directory, "job")
+        events.append("ended")
+
+    monkeypatch.setattr(LocalCopy, "release", slow_on_second)
+    assert on_ranks(2, stage_on) == [None, None]
+    assert events == ["removed", "removed", "ended", "ended"]
+
+
+def test_a_directory_that_hosts_share_is_refused(
+    prefix: Path, tmp_path: Path, on_ranks: Any
+) -> None:
+    """There the end of a job on one host could remove what ranks on another one run from."""
+    archive = pack(prefix, tmp_path / "cache")
+    local = tmp_path / "local"
+    local.mkdir()
+    errors = on_ranks(2, lambda host: environment_host.stage(host, archive, local, "job"))
+    remedy = "is shared by several hosts: set TMPDIR to a directory that each host has on a local"
+    assert all(remedy in str(error) for error in errors)
+    assert nothing_left(tmp_path)
+
+
+class OtherJob(SingleRank):
+    """While hosts wait for one another, another job removes a copy."""
+
+    def __init__(self, copy: Path) -> None:
+        self.copy = copy
+
+    @override
+    def gather_json(self, value: Any, kind: Any = Any) -> list[Any]:
+        shutil.rmtree(self.copy, ignore_errors=True)
+        return super().gather_json(value, kind)
+
+
+def test_a_copy_that_was_removed_while_others_were_made_is_one_line(
+    prefix: Path, tmp_path: Path
+) -> None:
+    """A reservation expires; nobody notices, as this host makes none."""
+    copy = staged(prefix, tmp_path, "killed")
+    archive = pack(prefix, tmp_path / "cache")
+    with pytest.raises(HvdtrainError, match=f"{copy} was removed by another job: start the job"):
+        environment_host.stage(OtherJob(copy), archive, tmp_path / "local", "job")
 
 
 class ManyHosts(SingleRank):
@@ -113,6 +176,6 @@ class ManyHosts(SingleRank):
 
 def test_the_errors_of_many_hosts_are_one() -> None:
     with pytest.raises(HvdtrainError, match=r"^host b: full \(and 2 more hosts\)$"):
-        agreed(ManyHosts(), lambda: None)
+        on_all_hosts(ManyHosts(), lambda: None)
     with pytest.raises(HvdtrainError, match=r": No such file or directory \(and 3 more hosts\)$"):
-        agreed(ManyHosts(), Path("/missing").stat)
+        on_all_hosts(ManyHosts(), Path("/missing").stat)

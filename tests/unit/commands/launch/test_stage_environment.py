@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -138,6 +139,22 @@ def test_an_error_on_a_host_is_one_line(
         "hvdtrain: --stage-env: host b: 1 GB are needed; the ranks start from the shared "
         "environment"
     ]
+
+
+@pytest.mark.parametrize("mode", [MUST, TRY])
+def test_copies_are_removed_if_a_process_that_makes_them_is_killed(
+    mode: str, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then mpirun kills the others, which have no time to remove theirs."""
+    runs = Runs((137, "mpirun: rank 1 exited on signal 9\n"), (0, ""))
+    monkeypatch.setattr(stage_environment, "run", runs)
+    with (
+        StopSignals() as signals,
+        contextlib.suppress(HvdtrainError),
+        staged(job(environ), mode, signals) as launch,
+    ):
+        assert (mode, launch.words) == (TRY, (PYTHON, "train.py"))
+    assert runs.verbs == ["stage", "remove"]
 
 
 def test_an_error_of_the_job_is_passed_on_and_copies_are_removed(

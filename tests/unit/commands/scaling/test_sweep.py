@@ -246,6 +246,7 @@ def test_no_job_is_submitted_for_a_complete_size(
         ("--walltime 1:00:00 --nodes 2", "--nodes is set by the sweep"),
         ("--walltime 1:00:00 --chain", "--chain is set by the sweep"),
         ("--walltime 1:00:00 --follow", "--follow is set by the sweep"),
+        ("--walltime 1:00:00 --stage-env", "--stage-env is set by the sweep"),
         ("--walltime 1:00:00 --speed 9", "--speed"),
         ("--ppn x", "'x'"),
         ("'", "No closing quotation"),
