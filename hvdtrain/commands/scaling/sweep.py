@@ -319,8 +319,8 @@ def _parse(options: str) -> Job:
         raise UsageError(f"--submit {options!r}: hvdtrain submit has no {unknown[0]}")
     for name in RESERVED:
         if getattr(arguments, name) != parser.get_default(name) and getattr(arguments, name):
-            given = f"--{name.replace('_', '-')}"
-            raise UsageError(f"--submit {options!r}: {given} is set by the sweep; remove it")
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--submit {options!r}: {option} is set by the sweep; remove it")
     return job_of(arguments)
 
 
