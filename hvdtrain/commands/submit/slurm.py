@@ -59,10 +59,10 @@ class Slurm(Dialect):
         return [f"#SBATCH {line}" for line in [*lines, *site.directives]]
 
     @override
-    def submit(self, script: str, log: str, *, array: str | None, after: str | None) -> Command:
+    def submit(self, script: str, log: str, *, array: str | None, waits: str | None) -> Command:
         log = log.replace("%", "%%") + (".%a" if array else "")
         words = ["sbatch", "--parsable", f"--output={log}"]
-        words += [f"--dependency=afterany:{after}"] if after else []
+        words += [f"--dependency={waits}"] if waits else []
         return Command((*words, script))
 
     @override

@@ -344,9 +344,9 @@ def test_a_job_is_submitted(bin_directory: Path, capsys: Captured) -> None:
     }
 
 
-def chain_of(limit: int) -> int:
+def chain_of(limit: int, *options: str) -> int:
     words = ("--chain", "--chain-limit", str(limit), "--", "x", "--checkpoint-dir", "c")
-    return submit(*PBS, *words)
+    return submit(*PBS, *options, *words)
 
 
 def test_the_jobs_of_a_chain_wait_for_one_another(bin_directory: Path, capsys: Captured) -> None:
@@ -361,6 +361,15 @@ def test_the_jobs_of_a_chain_wait_for_one_another(bin_directory: Path, capsys: C
     ]
     links = [json.loads(line) for line in Path("hvdtrain-jobs/x-1.chain").read_text().splitlines()]
     assert links == [{"event": "link", "job": f"{number}.server"} for number in (1, 2, 3)]
+
+
+def test_every_job_of_a_chain_needs_the_job_before_the_chain(bin_directory: Path) -> None:
+    program(bin_directory, "qsub", QSUB)
+    assert chain_of(2, "--after", "7") == 0
+    assert "\n#PBS -W depend=afterok:7\n" in Path("hvdtrain-jobs/x-1.pbs").read_text()
+    first, second = Path("calls").read_text().splitlines()
+    assert "depend" not in first  # but in the script
+    assert " -W depend=afterany:1.server,afterok:7 " in second
 
 
 def test_a_site_that_limits_the_number_of_jobs(
