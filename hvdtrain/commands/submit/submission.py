@@ -55,7 +55,8 @@ def submit(job: Job, previous: str | None = None) -> Report:
         _check_after(dialect, job.after)
     files = _free_files(job.logs, job.name or "job", dialect.suffix, reserve=not job.dry_run)
     exit_file = str(files.exit) if job.follow else ""
-    text = script_text(job, dialect, site, str(files.chain), exit_file)
+    # Absolute, as a line of --setup or of the site may change the directory.
+    text = script_text(job, dialect, site, str(files.chain.absolute()), exit_file)
     try:
         command = dialect.submit(str(files.script), str(files.log()), array=job.array, waits=None)
     except UsageError:
