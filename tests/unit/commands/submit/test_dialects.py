@@ -109,6 +109,10 @@ SLURM_LINE = (
         ("PENDING", "None", "0:0", State(WAITING, "pending")),
         ("RUNNING", "None", "0:0", State(RUNNING, "running")),
         ("COMPLETING", "None", "0:0", State(RUNNING, "completing")),
+        ("STOPPED", "None", "0:0", State(RUNNING, "stopped")),  # by a signal, with its cores
+        ("RESV_DEL_HOLD", "None", "0:0", State(WAITING, "resv_del_hold")),
+        ("REQUEUE_FED", "None", "0:0", State(WAITING, "requeue_fed")),
+        ("SPECIAL_EXIT", "None", "7:0", State(WAITING, "special_exit")),  # requeued and held
         ("COMPLETED", "None", "0:0", State(ENDED, "completed", 0)),
         ("FAILED", "NonZeroExitCode", "3:0", State(ENDED, "failed", 3)),
         ("FAILED", "NonZeroExitCode", "75:0", State(ENDED, "failed", 75)),
