@@ -62,6 +62,7 @@ PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
         ("--queue 'a b'", "--queue: 'a b': must be one word"),
         ("--module 'a b'", "--module: 'a b' is not one module"),
         ("--memory 64", "--memory: '64': must be a number with a unit"),
+        ("--after '7 8'", "--after: '7 8': must be the ID of a job"),
         ("--array 5", "--array: '5': must be a range such as 1-10"),
         ("--array 5-5", "--array: '5-5': must be a range"),
         ("--array 1-2 --chain --progress d", "--array and --chain"),
@@ -223,6 +224,16 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(
     answer = json.loads(capsys.readouterr().out)
     assert answer["script"] == streams.out
     assert answer["submit"] == command.split()
+
+
+def test_values_are_spelled_as_the_batch_system_does(capsys: Captured) -> None:
+    """The ID of an array is printed by ``submit --array``."""
+    for memory in ("64 GiB", "64G"):
+        words = ("--memory", memory, "--after", "2[].s", "--dry-run")
+        assert submit(*PBS, *words, "--", "x") == 0
+        text = capsys.readouterr().out
+        assert "\n#PBS -l select=1:ncpus=1:mpiprocs=1:mem=64gb\n" in text
+        assert "\n#PBS -W depend=afterok:2[].s\n" in text
 
 
 def test_options_override_site_defaults(capsys: Captured) -> None:
