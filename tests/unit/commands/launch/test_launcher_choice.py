@@ -28,6 +28,7 @@ from hvdtrain.commands.launch.launcher_choice import (
     find_mpi,
 )
 from hvdtrain.errors import UsageError
+from hvdtrain.system.machine.gpus import VISIBLE
 from tests.conftest import executable
 
 GOLDEN = Path(__file__).parent / "golden" / "launch.txt"
@@ -175,10 +176,18 @@ def test_fewer_ranks_get_the_cores_of_a_full_host(
         assert shown in ([options[0]], [options[1]], [options[2]], [f"{width}"])
 
 
-def test_a_gpu_uuid_is_not_exported() -> None:
-    assert forwarded({"CUDA_VISIBLE_DEVICES": "0,1", "HOME": "/"}) == ["CUDA_VISIBLE_DEVICES"]
-    assert forwarded({"CUDA_VISIBLE_DEVICES": ""}) == ["CUDA_VISIBLE_DEVICES"]
-    assert forwarded({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"}) == []
+@pytest.mark.parametrize("name", VISIBLE)
+def test_a_gpu_uuid_is_not_exported(name: str) -> None:
+    assert forwarded({name: "0,1", "HOME": "/"}) == [name]
+    assert forwarded({name: ""}) == [name]
+    assert forwarded({name: "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"}) == []
+    assert forwarded({name: "0,GPU-4b2c1a9f7d5e6c3b"}) == []
+
+
+def test_settings_of_the_libraries_are_exported() -> None:
+    names = ["CCL_ATL_TRANSPORT", "CUBLAS_WORKSPACE_CONFIG", "HSA_OVERRIDE_GFX_VERSION"]
+    names += ["MIOPEN_FIND_MODE", "ONEAPI_DEVICE_SELECTOR", "OPENBLAS_NUM_THREADS"]
+    assert forwarded(dict.fromkeys(names, "1")) == names
 
 
 @pytest.mark.parametrize("dialect", ["intel", "pals", "srun"])
