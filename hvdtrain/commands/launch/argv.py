@@ -17,6 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import VISIBLE
 from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime.command import Command
+from hvdtrain.system.runtime.detect import STEP
 
 # Beginnings of the variables to export to ranks on other hosts, if they are set.
 FORWARDED = re.compile(
@@ -105,6 +106,10 @@ class Launch:
             # Set by Slurm's qsub for its jobs, it would hide all other variables from the ranks:
             # Open MPI and Hydra start their daemons by srun.
             variables["SLURM_EXPORT_ENV"] = "ALL"
+        if STEP in self.environ:
+            # As srun's option --overlap: since Slurm 20.11 a step would wait for the cores of the
+            # one that this process belongs to, e.g. the shell of `srun --pty`, forever.
+            variables["SLURM_OVERLAP"] = "1"
         unset = "PYTHONUNBUFFERED" not in self.environ
         if unset and self.tag and dialect not in OPEN_MPI:
             # Python buffers 8 kB of output to the pipe of these launchers, instead of a line.

@@ -135,6 +135,12 @@ def test_the_environment_of_the_ranks() -> None:
         assert bare.command.env == {"SLURM_EXPORT_ENV": "ALL"}
 
 
+@pytest.mark.parametrize("dialect", ["openmpi5", "mpich", "srun"])  # all use srun on other hosts
+def test_a_step_started_from_a_step_shares_its_cores(dialect: str) -> None:
+    assert job(dialect, environ={"SLURM_STEP_ID": "0"}).command.env == {"SLURM_OVERLAP": "1"}
+    assert job(dialect, environ={"SLURM_JOB_ID": "7"}).command.env == {}
+
+
 def test_more_threads_than_cores_per_rank_are_not_bound() -> None:
     assert job("openmpi5", HERE, threads=4).width == 4
     assert job("openmpi5", HERE, threads=5).width == 0
