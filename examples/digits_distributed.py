@@ -31,7 +31,8 @@ hvd.broadcast_state(model, optimizer)  # step 6
 
 for epoch in range(EPOCHS):
     for part in shards.epoch(epoch):
-        optimizer.param_groups[0]["lr"] = rate(epoch + part.start.consumed / len(train_x))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(epoch + part.start.consumed / len(train_x))
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(
             model(train_x[part.indices]), train_y[part.indices]

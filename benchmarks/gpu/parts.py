@@ -1,7 +1,7 @@
 """Run the parts of ``benchmarks/gpu/run.sh run``, each even if others failed, and report on them.
 
     python -m benchmarks.gpu.parts --out OUT [PART...]        run them
-    python -m benchmarks.gpu.parts --write OUT/results.json   put the tables into docs/install.md
+    python -m benchmarks.gpu.parts --write OUT/results.json   put the tables into docs/speed.md
 
 OUT gets gpu.md, the tables; results.json, what they are made of; and run.log. A part
 is a list of commands. What came of each is written down as soon as it is known, so that a call that
@@ -30,7 +30,7 @@ from hvdtrain.system.machine.frameworks import is_installed, versions
 from hvdtrain.system.runtime.command import Command, run
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "install.md"
+PAGE = ROOT / "docs" / "speed.md"
 BEGIN, END = "<!-- made by benchmarks/gpu/run.sh -->", "<!-- end -->"
 ALLREDUCE = str(ROOT / "tests" / "gpu" / "scripts" / "allreduce.py")
 ENOUGH = 15.0  # seconds under which nothing more is started
@@ -161,7 +161,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_page(files: Sequence[Path]) -> str:
-    """Write the results of calls into docs/install.md; return the reason if it is impossible."""
+    """Write the results of calls into docs/speed.md; return the reason if it is impossible."""
     results = merged([read_json(file) for file in files])
     if results["machine"].get("rehearsal", True):
         return "a rehearsal on a CPU: its figures tell nothing of GPUs"
