@@ -57,7 +57,7 @@ EXAMPLE = """example:
   hvdtrain install-horovod
   hvdtrain launch -n 2 -- python -m hvdtrain.mnist
 
-Options of a verb: `hvdtrain help VERB`; of a program: `python -m PROGRAM --help`."""
+Options: `hvdtrain help VERB`, or `python -m PROGRAM --help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _complain(str(error))
         return _completion(shell) if shell else _complain(f"{words[0]}: missing verb after it")
     if words[0] not in VERBS:
+        if f"  hvdtrain.{words[0]} " in PROGRAMS:
+            start = f"hvdtrain launch -n 2 -- python -m hvdtrain.{words[0]}"
+            return _complain(f"{words[0]!r} is no verb but a program: {start}")
         near = nearest(words[0], VERBS)
         hint = f"did you mean {near}?" if near else f"choose one of {', '.join(VERBS)}"
         return _complain(f"unknown verb {words[0]!r}: {hint}")

@@ -77,16 +77,22 @@ class Options(CommOptions):
         "process)",
         choices=tuple(STRATEGIES),
     )
-    data: Path | None = option(None, "directory of the dataset (see below)", Path)
-    model: str = option("", "model to train (see below)")
+    data: Path | None = option(None, "directory of the dataset", Path)
+    model: str = option("", "model to train")
     epochs: int | None = option(
-        None, "number of epochs; length of the learning-rate schedule", positive
+        None,
+        "number of epochs; length of the learning-rate schedule (default: of the task)",
+        positive,
     )
     num_steps: int | None = option(
         None, "total number of updates after which to stop, counting those before a resume", count
     )
-    batch_size: int | None = option(None, "number of samples per rank and forward pass", batch)
-    lr: float | None = option(None, "learning rate for one rank", non_negative)
+    batch_size: int | None = option(
+        None, "number of samples per rank and forward pass (default: of the task)", batch
+    )
+    lr: float | None = option(
+        None, "learning rate for one rank (default: of the task)", non_negative
+    )
     optimizer: str = option("sgd", "optimizer", choices=OPTIMIZERS)
     precision: str = option(
         "auto",
@@ -150,7 +156,10 @@ class Options(CommOptions):
     momentum: float = option(0.9, "momentum of SGD and LARS", fraction)
     nesterov: bool = option(False, "use Nesterov momentum (--optimizer sgd)", bool)
     weight_decay: float | None = option(
-        None, "weight decay (adamw, lars, lamb: decoupled; otherwise an L2 penalty)", non_negative
+        None,
+        "weight decay; adamw, lamb: decoupled; otherwise added to the gradient (default: of the "
+        "task)",
+        non_negative,
     )
     no_decay_on_norm: bool = option(
         False,
@@ -158,19 +167,15 @@ class Options(CommOptions):
         "lamb, which do not scale their updates either)",
         bool,
     )
-    label_smoothing: float = option(
-        0.0, "share of each label that is spread evenly over all classes, in training", fraction
-    )
+    label_smoothing: float = option(0.0, "label smoothing in training", fraction)
     mixup: float = option(
         0.0,
-        "mix each training sample with the next one, in shares from Beta(ALPHA, ALPHA), e.g. 0.2; "
-        "0: no mixture",
+        "mixup: weights of a training sample and the next one from Beta(ALPHA, ALPHA), e.g. 0.2; "
+        "0: no mixup",
         non_negative,
         metavar="ALPHA",
     )
-    random_erase: float = option(
-        0.0, "probability that a rectangle of a training image is erased", fraction
-    )
+    random_erase: float = option(0.0, "probability of random erasing, in training", fraction)
     ema: float = option(
         0.0,
         "decay per update of a moving average of the weights, saved with them and evaluated in "

@@ -18,6 +18,7 @@ from hvdtrain.system.files import read_regular
 from hvdtrain.system.output.text import plural
 
 BATCH_SYSTEMS = ("PBS", "Slurm", "LSF")
+SLOTS = "give each host its slots, e.g. --hosts node1:2,node2:2"
 MOST_NODES = 250_000  # per job; a longer list is not a node list
 MOST_BRACKETS = 8  # per name
 SHOWN = 200  # characters of an invalid value
@@ -263,10 +264,10 @@ def lay_out(ranks: int, allocation: Allocation, ppn: int | None = None) -> RankL
 def _fill(ranks: int, allocation: Allocation) -> RankLayout:
     if ranks > allocation.slots:
         by_system = allocation.source in BATCH_SYSTEMS
-        origin = f"{'from' if by_system else 'by'} {allocation.source}"
+        more = f"request more slots from {allocation.source}" if by_system else SLOTS
         raise UsageError(
             f"-n {ranks} is more than the {allocation.slots} slots of {_describe(allocation)}: "
-            f"request more slots {origin}, or use --ppn K to oversubscribe the hosts"
+            f"{more}, or use --ppn K to oversubscribe the hosts"
         )
     used, remaining = [], ranks
     for host in allocation.hosts:

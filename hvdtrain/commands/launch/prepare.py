@@ -150,6 +150,8 @@ def check_request(request: Request, environ: Mapping[str, str]) -> None:
     if shutil.which(program, path=environ.get("PATH")) is None:
         script = program.endswith(".py") and Path(program).exists()
         remedy = f"; to run the script, use `python {program}`" if script else " on the PATH"
+        if program.startswith("hvdtrain."):
+            remedy = f"; use `python -m {program}`"
         raise UsageError(f"{program}: no such program{remedy}")
 
 

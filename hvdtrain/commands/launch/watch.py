@@ -155,7 +155,7 @@ class WatchedLauncher:
         now = time.monotonic()
         if now > self._report_at:
             self._report_at = float("inf")
-            report(f"{self.stop}: waiting for the ranks to save and stop; Ctrl-C kills them")
+            report(f"{self.stop}: waiting for the ranks to stop; press Ctrl-C again to kill them")
         if self.stop in ("SIGTERM", "SIGHUP") and now > self._stop_at + GRACE:
             self.forced = True
             self.end()

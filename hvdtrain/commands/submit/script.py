@@ -84,8 +84,8 @@ def _environment(job: Job, site: Site) -> Lines:
 def _end_of_job(job: Job) -> Lines:
     query = f"python -m hvdtrain.system.runtime.walltime {show_clock(job.seconds)}"
     return [
-        "# The trainers save before the job ends, and exit with 75. Its end is queried from the",
-        "# batch system; if that fails, it is now plus the walltime.",
+        "# With --checkpoint-dir the trainers save before the end of the job, and exit with 75. The",
+        "# end is queried from the batch system; if that fails, it is now plus the walltime.",
         f"HVDTRAIN_WALLTIME_ENDS=$({query})",
         "export HVDTRAIN_WALLTIME_ENDS",
         "# These signals are for the ranks, which save. Without a trap this shell would end at",
