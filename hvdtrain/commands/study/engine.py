@@ -326,7 +326,7 @@ class HostShare:
     """The machine, and the share of a host that each rank gets in every run."""
 
     machine: str  # description, stored in the records and compared
-    cores: int | None = None  # of a host; None with GPUs
+    cores: int | None = None  # of a host that this process may use; None with GPUs
     threads: int | None = None  # per rank
     ranks_per_host: int | None = None  # to divide the cores among, also where fewer ranks run
 
@@ -358,7 +358,8 @@ def find_share(options: StudyOptions, sizes: Sequence[int]) -> HostShare:
     if gpus := count_gpus(os.environ):
         return HostShare(f"{plural(gpus, 'GPU')} per host", None, threads, ranks)
     cores = physical_cores()
-    return HostShare(f"{processor()}, {plural(cores, 'core')} per host", cores, threads, ranks)
+    whole = physical_cores(range(os.cpu_count() or 1))  # a batch job may have a part of them
+    return HostShare(f"{processor()}, {plural(whole, 'core')} per host", cores, threads, ranks)
 
 
 def fullest_host(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> int:

@@ -21,12 +21,14 @@ from hvdtrain.commands.study.engine import (
     StudyOptions,
     Variant,
     classify_failure,
+    find_share,
     fullest_host,
     measure,
     time_left,
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
+from hvdtrain.system.machine import limits
 from hvdtrain.system.runtime.command import Command, CommandResult
 
 NAMES = st.lists(st.sampled_from("abcdef"), min_size=1, unique=True)
@@ -211,6 +213,20 @@ def test_the_fullest_host_determines_the_ranks_per_host(
     sizes: tuple[int, ...], ppn: int | None, hosts: tuple[Host, ...], ranks_per_host: int
 ) -> None:
     assert fullest_host(sizes, ppn, Allocation("PBS", hosts)) == ranks_per_host
+
+
+def test_jobs_with_unequal_parts_of_a_host_are_on_the_same_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A batch system may confine each job of a study to the cores that it requested."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(limits, "_topology", lambda _, cpu, file: str(cpu))  # a core per CPU
+    shares = []
+    for ranks in (1, 2):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, count=ranks: set(range(count)))
+        shares.append(find_share(StudyOptions(ppn=2), (ranks,)))
+    assert [share.cores for share in shares] == [1, 2]
+    assert shares[0].machine == shares[1].machine
 
 
 @given(OPTIONS)
