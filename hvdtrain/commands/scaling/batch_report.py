@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -43,7 +44,7 @@ class BatchResult:
     values: tuple[float, ...]  # of the metric at the end of each run that has one
     reached: int  # number of runs that have reached the target at their end
     runs: int
-    epochs: float | None  # median until the target; None: fewer than half of the runs reached it
+    epochs: float | None  # median of all runs until the target; None: half did not reach it
     reason: str = ""  # why a run failed
 
     @property
@@ -84,10 +85,11 @@ def make_results(
             continue
         ended = [curve for curve in curves.get(setting, ()) if curve]
         first = [
-            next((point.epochs for point in curve if target.is_reached(point.value)), None)
+            next((point.epochs for point in curve if target.is_reached(point.value)), math.inf)
             for curve in ended
         ]
-        epochs = [number for number in first if number is not None]
+        first += [math.inf] * (len(latest) - len(first))  # failed, or never evaluated
+        epochs = statistics.median(first)
         results.append(
             BatchResult(
                 optimizer=setting.optimizer,
@@ -98,7 +100,7 @@ def make_results(
                 values=tuple(curve[-1].value for curve in ended),
                 reached=sum(target.is_reached(curve[-1].value) for curve in ended),
                 runs=len(latest),
-                epochs=statistics.median(epochs) if 2 * len(epochs) > len(latest) else None,
+                epochs=epochs if math.isfinite(epochs) else None,
                 reason=next((run.reason for run in latest.values() if run.reason), ""),
             )
         )
