@@ -109,6 +109,7 @@ def test_the_table_has_no_empty_columns() -> None:
     ]
     assert cells[1][:6] == ("ddp", "2", "250.00", "150.00 ... 500.00", "2.50", "6.00 s")
     assert [name for name, _ in notes(header)] == [n for n in header if n not in header[:3]]
+    assert dict(notes(header))["busy"].startswith("of the GPU, or of the cores of a rank")
     assert headline(THREE) == (
         "mnist small pytorch fp32, global batch 64 in every row, 1 thread per rank, a machine"
     )
