@@ -121,7 +121,7 @@ def _run(content: Any) -> MeasuredRun:
 
 def append_line(path: Path, run: MeasuredRun) -> None:
     """Append a run to a JSON Lines file."""
-    content = {**vars(run), "summary": run.summary.to_json()}
+    content = records.encode(run)
     content["room"] = content.pop("ranks_per_host")
     records.append(path, content, _run)
 
