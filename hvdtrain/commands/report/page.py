@@ -213,7 +213,6 @@ def _common(summaries: Mapping[Path, Summary]) -> list[tuple[str, Rows]]:
 
 
 def _study(study: Study) -> dict[str, object]:
-    plots.style()
     split = report.step_table(study.sizes)
     tables = [("Throughput", report.size_table(study.sizes, study.unit))]
     tables += [("Parts of a step", split)] if split else []

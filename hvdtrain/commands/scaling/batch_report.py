@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +208,6 @@ def draw(
     results: Sequence[BatchResult], curves: Curves, folder: Path, target: Target
 ) -> list[Path]:
     """Write the metric over the batch, and over the epochs at the largest batch, as PDF and PNG."""
-    from matplotlib import pyplot as plt
-
-    plots.style()
-    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.8), sharey=True)
-    _draw_batches(axes[0], results, target)
     most = max(result.batch for result in results)
     lines = [
         (printable(result.optimizer or f"batch {most}"), runs[0])
@@ -219,8 +215,12 @@ def draw(
         if result.batch == most
         and (runs := [run for run in curves[BatchSetting(result.optimizer, most)] if run])
     ]
-    draw_evaluations(axes[1], lines, target, "epochs")
-    axes[1].set_title(f"global batch {most:,}", loc="left")
+    panels = {
+        "batches": partial(_draw_batches, results=results, target=target),
+        "epochs": partial(draw_evaluations, lines=lines, target=target, over="epochs"),
+    }
+    figure = plots.figure_of(panels, (4.8, 3.8), sharey=True)
+    figure.axes[1].set_title(f"global batch {most:,}", loc="left")
     return plots.save(figure, folder / STEM)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot as plt
 
 from hvdtrain import cli
 from hvdtrain.commands.compare import plot
@@ -195,7 +196,7 @@ def test_no_marker_is_cut_off() -> None:
             assert len(points) == 2
         else:
             assert max(bar.get_width() for bar in axes.patches) < right
-        plot.plt.close(figure)
+        plt.close(figure)
 
 
 def test_the_time_to_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
