@@ -33,7 +33,7 @@ from hvdtrain.commands.study.engine import make_folder
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import Table, entry, known, message, paragraph, table
-from hvdtrain.system.output.text import duration, number, plural, size
+from hvdtrain.system.output.text import bandwidth, duration, number, plural, size
 
 PLOT = "scaling"  # the stem of its files
 SPREAD = ("±", "95 % interval", "95 %")  # columns that belong to the preceding one
@@ -426,7 +426,7 @@ def _link(study: Study, fit: Fit) -> list[str]:
     if transfer <= least:
         phrases.append("bandwidth: too small a part of a step to measure")
     elif traffic:
-        phrases.append(f"{traffic.nbytes / costs.transfer / 1e9:.2g} GB/s")
+        phrases.append(bandwidth(traffic.nbytes / costs.transfer))
     else:
         phrases.append(f"sending the gradients once takes {duration(costs.transfer)}")
     return phrases
