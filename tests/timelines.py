@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.timeline.facts import to_json
 from hvdtrain.commands.timeline.verdict import analyse
 
 EPOCH = 1_700_000_000_000_000
@@ -107,7 +107,7 @@ def facts_of(content: Timeline | str, folder: Path, **options: Any) -> dict[str,
     """Write a timeline, or the text of one, and return its facts as in ``--json``."""
     path = folder / "timeline.json"
     path.write_text(content if isinstance(content, str) else content.text)
-    return to_json(analyse(path, **options)[0])
+    return asdict(analyse(path, **options)[0])
 
 
 def straggling(steps: int, *, late: int = 50_000, tensors: int = 3, ranks: int = 3) -> Timeline:

@@ -261,6 +261,15 @@ def test_a_chain_without_progress_ends(user: User) -> None:
     assert "saved no new checkpoint" in outcome.out
 
 
+def test_no_job_of_a_chain_runs_after_a_failed_job(user: User) -> None:
+    number = user.types("sbatch", "--parsable", "--hold", "--wrap", "exit 3").out.strip()
+    words = ("--scheduler", "slurm", "--walltime", "0:05:00", "--chain", "--chain-limit", "2")
+    jobs = user.submits(*words, "--progress", "saved", "--after", number, "--", "true").out.split()
+    user.types("scontrol", "release", number)
+    states = [user.ended(job)["JobState"] for job in (number, *jobs)]
+    assert states == ["FAILED", "CANCELLED", "CANCELLED"]
+
+
 def test_a_script_runs_as_under_pbs(tmp_path: Path) -> None:
     """In the home directory, with a bare environment and a host in the nodefile for each rank."""
     node = Node(tmp_path)
@@ -293,6 +302,14 @@ def test_worlds_of_one_under_srun(cluster: Cluster) -> None:
     assert "slurmstepd" in said
     remedy = f"`srun --mpi=pmix` (`srun --mpi=list` shows whether this Slurm has it), or with {BIN}"
     assert remedy in said
+
+
+def test_launch_from_a_step_of_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    """As from the shell of ``srun --pty``, whose core is the only one."""
+    launch = (sys.executable, "-m", "hvdtrain.cli", "launch", "-n", "1", "--", "echo", "started")
+    line = ("srun", "-n", "1", "env", "SLURM_MPI_TYPE=none", *launch)
+    outcome = cluster.command(*line, cwd=tmp_path, timeout=60, PATH="/usr/bin:/bin")  # no mpirun
+    assert (outcome.code, outcome.out) == (0, "started\n"), outcome.err
 
 
 def test_doctor_in_a_job_of_four_slots(cluster: Cluster, tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ from hvdtrain.commands.submit import chain, pbs, slurm
 from hvdtrain.commands.submit.dialect import State
 from hvdtrain.commands.timeline import report, trace_page
 from hvdtrain.commands.timeline.analyse import Recorder
-from hvdtrain.commands.timeline.facts import to_json
 from hvdtrain.commands.timeline.read import repair
 from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.config.command_line import parse
@@ -418,7 +417,7 @@ def read_timeline(data: bytes, folder: Path) -> None:
     path = content(folder, {"t.json": data}) / "t.json"
     recorder = Recorder()
     facts, _ = analyse(path, None, recorder)
-    json.dumps(to_json(facts))
+    json.dumps(asdict(facts))
     json.dumps(trace_page.data(facts, recorder))
     repair(path, folder / "repaired.json")
     json.loads((folder / "repaired.json").read_bytes())

@@ -161,7 +161,7 @@ def test_the_report_of_a_study(study: tuple[Path, Outcome]) -> None:
     outcome = run([*VERB, "report", str(study[0]), "--json"])
     assert outcome.code == 0, outcome.err
     counts = json.loads(outcome.out)
-    assert (counts["summaries"], counts["courses"], counts["studies"]) == (2, 2, 1)
+    assert (counts["summaries"], counts["curves"], counts["studies"]) == (2, 2, 1)
     page = (study[0] / "report.html").read_text()
     for word in ("Scaling study", "runs/2-1.json", "speed-up", "Learning rate", "num_steps"):
         assert word in page

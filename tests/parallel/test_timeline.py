@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hvdtrain.commands.timeline.facts import to_json
 from hvdtrain.commands.timeline.profile import profile_facts
 from hvdtrain.commands.timeline.verdict import analyse
 from tests.conftest import ROOT
@@ -50,7 +50,7 @@ def late(late_run: tuple[Path, float]) -> Path:
 
 def test_the_late_rank_and_its_50_ms_are_reported(late_run: tuple[Path, float]) -> None:
     late, slept = late_run
-    facts = to_json(analyse(late)[0])
+    facts = asdict(analyse(late)[0])
     assert (facts["ranks"], facts["steps"]["seen"]) == (3, STEPS)
     finding = facts["verdict"][0]
     assert (finding["kind"], finding["rank"]) == ("straggler", 2)
@@ -78,7 +78,7 @@ def test_a_file_cut_at_random_bytes_is_analysed_up_to_the_cut(late: Path, tmp_pa
         whole = sum(end <= size for end in ends)
         # Without the final bracket: a closed file is not reported as unfinished.
         clean.write_text(json.dumps(events[:whole])[:-1] + ",\n" if whole else "[\n")
-        facts, expected = to_json(analyse(cut)[0]), to_json(analyse(clean)[0])
+        facts, expected = asdict(analyse(cut)[0]), asdict(analyse(clean)[0])
         assert facts["file"]["events"] == whole
         assert {**facts, "file": None} == {**expected, "file": None}
 
@@ -100,13 +100,13 @@ def record(framework: str, folder: Path, *options: str, **extra: str) -> dict[st
 def test_a_window_contains_exactly_its_steps(framework: str, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     summary = record(framework, tmp_path, f"--timeline={path}", "--timeline-steps=3:7")
-    facts = to_json(analyse(path)[0])
+    facts = asdict(analyse(path)[0])
     assert facts["steps"]["seen"] == 4
     gradients = [row for row in facts["tensors"] if "gradients." in row["name"]]
     assert gradients
     assert {row["times"] for row in gradients} == {4}
     lateness = facts["lateness"]
-    assert lateness["told"]
+    assert lateness["recorded"]
     assert lateness["with_ticks"] >= 4 * len(gradients)
     assert facts["ranks"] == 2
     assert facts["cycles"]["count"] > 4
@@ -152,9 +152,9 @@ def test_other_programs_read_the_profiles(tmp_path: Path) -> None:
 def test_a_timeline_requested_by_the_environment_is_written(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     summary = record("pytorch", tmp_path, HOROVOD_TIMELINE=str(path))
-    facts = to_json(analyse(path)[0])
+    facts = asdict(analyse(path)[0])
     assert {r["times"] for r in facts["tensors"] if "gradients." in r["name"]} == {9}
-    assert facts["lateness"]["told"]
+    assert facts["lateness"]["recorded"]
     assert summary["timeline"] == str(path)
     assert summary["images_per_second_mean"] is None
 

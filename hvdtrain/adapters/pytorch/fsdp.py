@@ -49,6 +49,7 @@ GATHERING = "the gathering of the parameters"
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 UNIT_BYTES = 2**20  # smaller blocks are not worth a separate all-gather
+SHAPES = 64  # of inputs for which the code of a block is compiled; PyTorch stops at 8
 
 
 class FsdpAdapter(ShardedAdapter):
@@ -80,6 +81,14 @@ class FsdpAdapter(ShardedAdapter):
             group["params"] = [now[names[id(value)]] for value in group["params"]]
         self.register(optimizer, Communication(model, self), RowsView(self, model))
         return model, optimizer
+
+    @override
+    def compile(self, task: Any) -> None:
+        # Each block is compiled by itself. Those of one class differ in height and width of their
+        # input, which would become symbols, and PyTorch cannot compile each convolution with those.
+        torch._dynamo.config.automatic_dynamic_shapes = False
+        torch._dynamo.config.cache_size_limit = SHAPES
+        super().compile(task)
 
     @override
     def sum_shards(self, values: Any) -> Any:

@@ -33,7 +33,7 @@ from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
 from hvdtrain.config.strategies import HOROVOD
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError
 from hvdtrain.system.files import cache_root
-from hvdtrain.system.machine import gpus
+from hvdtrain.system.machine import gpus, network
 from hvdtrain.system.machine.frameworks import versions
 from hvdtrain.system.machine.limits import find_resources
 from hvdtrain.system.machine.network import has_fabric
@@ -104,7 +104,7 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     Raises:
         UsageError: the requested hosts are malformed.
     """
-    batch, local_names = _batch(environ, request), hosts.local_names()
+    batch, local_names = _batch(environ, request), network.local_names()
     libraries = [framework for framework in HOROVOD.requires if loading.extension(framework)]
     with ThreadPoolExecutor() as pool:
         loads = pool.map(loading.try_loading, (loading.MPI4PY, loading.TORCHVISION, *libraries))
@@ -164,7 +164,7 @@ def check_data(
     shares = gpu_count = len(driver.gpus) if driver else 0
     if request and not gpu_count:
         allocation = _batch(environ, request).allocation
-        shares = hosts.ranks_here(request, allocation, hosts.local_names())
+        shares = hosts.ranks_here(request, allocation, network.local_names())
     cores = max(1, int(find_resources().usable_cores / (shares or 1)))
     return list(data.data_findings(measured, cores=cores, gpu=gpu_count > 0)), measured
 
@@ -186,7 +186,7 @@ def check_ranks(
         reports = ranks.read_reports(result.output, WorldReport)
         if not result.ok or not reports:
             return [ranks.failed_start(result)], None, None
-        findings = list(ranks.rank_findings(request.ranks, reports, hosts.local_names()))
+        findings = list(ranks.rank_findings(request.ranks, reports, network.local_names()))
         if any(finding.state == ERROR for finding in findings):
             return findings, reports[0], None
         log.info("timing allreduce: %s", timing.show())

@@ -14,14 +14,18 @@ from pathlib import Path
 from hvdtrain.commands.launch.hosts import RankLayout
 from hvdtrain.commands.launch.launcher_choice import NAMES, OPEN_MPI, MpiLauncher
 from hvdtrain.errors import UsageError
+from hvdtrain.system.machine.gpus import VISIBLE
 from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime.command import Command
+from hvdtrain.system.runtime.detect import STEP
 
 # Beginnings of the variables to export to ranks on other hosts, if they are set.
 FORWARDED = re.compile(
-    "CONDA_PREFIX|CUDA_|FI_|GLOO_|HOROVOD_|HVDTRAIN_|KERAS_|KMP_|LD_LIBRARY_PATH|LD_PRELOAD|MKL_|NCCL_|OMP_|"
-    "PATH|PYTHON|PYTORCH_|TF_|TORCH_|UCX_|VIRTUAL_ENV|XLA_"
+    "CCL_|CONDA_PREFIX|CUBLAS_|CUDA_|FI_|GLOO_|HIP_|HOROVOD_|HSA_|HVDTRAIN_|KERAS_|KMP_|"
+    "LD_LIBRARY_PATH|LD_PRELOAD|MIOPEN_|MKL_|NCCL_|OMP_|ONEAPI_|OPENBLAS_|PATH|PYTHON|PYTORCH_|"
+    "ROCR_|TF_|TORCH_|UCX_|VIRTUAL_ENV|XLA_|ZE_"
 )
+UUID = re.compile(r"\b(GPU|MIG)-")  # the beginning of the UUID of a GPU of NVIDIA or AMD
 # Environment of Intel's mpiexec: make -ppn count inside a batch job too, and forward TERM to the
 # ranks.
 INTEL = {"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "0", "I_MPI_JOB_SIGNAL_PROPAGATION": "1"}
@@ -102,6 +106,10 @@ class Launch:
             # Set by Slurm's qsub for its jobs, it would hide all other variables from the ranks:
             # Open MPI and Hydra start their daemons by srun.
             variables["SLURM_EXPORT_ENV"] = "ALL"
+        if STEP in self.environ:
+            # As srun's option --overlap: since Slurm 20.11 a step would wait for the cores of the
+            # one that this process belongs to, e.g. the shell of `srun --pty`, forever.
+            variables["SLURM_OVERLAP"] = "1"
         unset = "PYTHONUNBUFFERED" not in self.environ
         if unset and self.tag and dialect not in OPEN_MPI:
             # Python buffers 8 kB of output to the pipe of these launchers, instead of a line.
@@ -116,11 +124,9 @@ class Launch:
 
 def forwarded(environ: Mapping[str, str]) -> list[str]:
     """Return the names of the variables in ``environ`` to export to ranks on other hosts."""
-    names = [name for name in sorted(environ) if FORWARDED.match(name)]
     # A GPU's UUID is invalid on other hosts; a list of numbers, or an empty one, is not.
-    devices = environ.get("CUDA_VISIBLE_DEVICES", "")
-    foreign = devices.startswith(("GPU-", "MIG-"))
-    return [name for name in names if not (foreign and name == "CUDA_VISIBLE_DEVICES")]
+    foreign = {name for name in VISIBLE if UUID.search(environ.get(name, ""))}
+    return [name for name in sorted(environ.keys() - foreign) if FORWARDED.match(name)]
 
 
 def _open_mpi(launch: Launch) -> list[str]:

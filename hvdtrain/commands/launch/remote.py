@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import psutil
-
 from hvdtrain.commands.launch.argv import forwarded
+from hvdtrain.system.machine.network import is_this_host, local_names
 from hvdtrain.system.runtime.command import Command, run
 
 log = logging.getLogger(__name__)
@@ -43,16 +41,7 @@ def on_host(
 
 def is_here(host: str) -> bool:
     """Return whether ``host`` is a name or address of this machine; empty: it is."""
-    here = names_here()
-    return not host or host in here or host.partition(".")[0] in here
-
-
-def names_here() -> set[str]:
-    """Return the names and addresses of this machine; no name is resolved."""
-    name = socket.gethostname()
-    interfaces = psutil.net_if_addrs().values()
-    addresses = {entry.address for interface in interfaces for entry in interface}
-    return {name, name.partition(".")[0], "localhost"} | addresses
+    return not host or is_this_host(host, local_names())
 
 
 def connection_error(host: str) -> str | None:

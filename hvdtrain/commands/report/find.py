@@ -84,7 +84,7 @@ class DirectoryResults:
         """Return the number of results of each kind, with the keys of ``--json``."""
         return {
             "summaries": len(self.summaries),
-            "courses": len(self.curves),
+            "curves": len(self.curves),
             "checkpoints": len(self.checkpoints),
             "timelines": len(self.timelines),
             "pictures": len(self.pictures),

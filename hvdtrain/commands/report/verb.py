@@ -57,7 +57,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     target = arguments.html or folder / NAME
     with terminal.working(f"writing {printable(target)}"):
         write(target, render(contents))
-    names = {**{name: name for name in counts}, "courses": "training curves"}
+    names = {**{name: name for name in counts}, "curves": "training curves"}
     shown = ", ".join(f"{names[name]}: {number}" for name, number in counts.items() if number)
     lines = [f"{target}: {shown}", *(f"left out: {note}" for note in contents.notes)]
     lines = [message(printable(line), "  ") for line in lines]

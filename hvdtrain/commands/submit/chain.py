@@ -100,7 +100,13 @@ def is_last(events: Sequence[Event], job: str) -> bool:
 def begin(file: Path, directory: Path, job: str) -> str:
     """Return the decision for this job, and record that it begins."""
     progress = progress_of(directory)
-    word, reason = decide(read(file), progress)
+    # A job that is rerun, e.g. after the loss of a node, is not compared with itself.
+    earlier = [
+        event
+        for event in read(file)
+        if event["event"] != "begin" or number(event["job"]) != number(job)
+    ]
+    word, reason = decide(earlier, progress)
     if word == GO:
         write(file, event="begin", job=job, progress=progress)
     elif word == STUCK:

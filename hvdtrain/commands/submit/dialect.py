@@ -96,14 +96,15 @@ class Dialect(ABC):
         """Return the lines that request the resources of the job."""
 
     @abstractmethod
-    def submit(self, script: str, log: str, *, array: str | None, after: str | None) -> Command:
+    def submit(self, script: str, log: str, *, array: str | None, waits: str | None) -> Command:
         """Return the command that submits ``script``.
 
         Args:
             script: its path.
             log: path of the file that its output goes to.
             array: range of its tasks.
-            after: job whose end, with any exit code, to wait for.
+            waits: dependency on other jobs, instead of that in the script: a command line
+                replaces a directive.
         """
 
     def log_path(self, log: str, job: Job, job_id: str, task: str = "") -> Path:
@@ -141,7 +142,7 @@ class Local(Dialect):
         return []
 
     @override
-    def submit(self, script: str, log: str, *, array: str | None, after: str | None) -> Command:
+    def submit(self, script: str, log: str, *, array: str | None, waits: str | None) -> Command:
         return Command(("bash", script))
 
     @override

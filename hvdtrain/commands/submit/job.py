@@ -54,7 +54,18 @@ job_name = _matching(
 # These two are in the script unquoted.
 plain_word = _matching(_PLAIN, ": must be one word of [A-Za-z0-9_.:@/=+-]")
 module_name = _matching(_PLAIN, " is not one module; name each of several separately")
-memory_size = _matching(_MEMORY, ": must be a number with a unit, e.g. 64gb")
+job_id = _matching(
+    re.compile(rf"{_PLAIN.pattern}|\d+\[\d*\](\.[\w.-]+)?"),  # the latter of an array in PBS
+    ": must be the ID of a job, e.g. 12, 12.server or 12[].server",
+)
+
+
+def memory_size(text: str) -> str:
+    """Read an amount of memory, as PBS spells it: ``64gb``."""
+    amount = _MEMORY.fullmatch(text)
+    if amount is None:
+        raise ValueError(f"{text!r}: must be a number with a unit, e.g. 64gb")
+    return f"{amount[1]}{amount[2].lower()}b"
 
 
 def task_range(text: str) -> str:
@@ -137,9 +148,7 @@ class Job:
     array: str | None = _resource(
         "range of array tasks; $TASK is the number of the task", task_range, metavar="A-B"
     )
-    after: str | None = _resource(
-        "job that must complete successfully first", plain_word, metavar="ID"
-    )
+    after: str | None = _resource("job that must complete successfully first", job_id, metavar="ID")
     requeue: bool = _switch("rerun the job if a node fails (default: end it)")
     tolerate_node_failures: bool = _switch("continue if a node fails, unless it is the first")
 

@@ -109,7 +109,7 @@ class Pbs(Dialect):
         return ":".join(parts)
 
     @override
-    def submit(self, script: str, log: str, *, array: str | None, after: str | None) -> Command:
+    def submit(self, script: str, log: str, *, array: str | None, waits: str | None) -> Command:
         # -j is a directive, too, but the wrappers of Slurm read it only on the command line.
         words = ["qsub", "-j", "oe"]
         if array:
@@ -117,7 +117,7 @@ class Pbs(Dialect):
             words += ["-J", array]
         # PBS reads text before a colon as a host: such a log gets its default path.
         words += ["-o", log] if _PLAIN.fullmatch(log) else []
-        words += ["-W", f"depend=afterany:{after}"] if after else []
+        words += ["-W", f"depend={waits}"] if waits else []
         if self.wraps_slurm and not _PLAIN.fullmatch(script):
             raise UsageError(
                 f"--logs: Slurm's qsub passes {script!r} to a shell unquoted; use another "

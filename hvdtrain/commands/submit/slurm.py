@@ -26,10 +26,11 @@ from hvdtrain.commands.submit.site import Site
 from hvdtrain.system.runtime.command import Command
 from hvdtrain.system.runtime.walltime import show_clock
 
-PHASES = {
-    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"), WAITING),
-    **dict.fromkeys(("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"), RUNNING),
-}  # all others: the job has ended
+QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "SUSPENDED")
+HELD = ("REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+STARTED = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED")
+# All others: the job has ended.
+PHASES = dict.fromkeys(QUEUED + HELD, WAITING) | dict.fromkeys(STARTED, RUNNING)
 
 
 class Slurm(Dialect):
@@ -59,10 +60,10 @@ class Slurm(Dialect):
         return [f"#SBATCH {line}" for line in [*lines, *site.directives]]
 
     @override
-    def submit(self, script: str, log: str, *, array: str | None, after: str | None) -> Command:
+    def submit(self, script: str, log: str, *, array: str | None, waits: str | None) -> Command:
         log = log.replace("%", "%%") + (".%a" if array else "")
         words = ["sbatch", "--parsable", f"--output={log}"]
-        words += [f"--dependency=afterany:{after}"] if after else []
+        words += [f"--dependency={waits}"] if waits else []
         return Command((*words, script))
 
     @override

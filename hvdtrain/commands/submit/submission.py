@@ -55,9 +55,10 @@ def submit(job: Job, previous: str | None = None) -> Report:
         _check_after(dialect, job.after)
     files = _free_files(job.logs, job.name or "job", dialect.suffix, reserve=not job.dry_run)
     exit_file = str(files.exit) if job.follow else ""
-    text = script_text(job, dialect, site, str(files.chain), exit_file)
+    # Absolute, as a line of --setup or of the site may change the directory.
+    text = script_text(job, dialect, site, str(files.chain.absolute()), exit_file)
     try:
-        command = dialect.submit(str(files.script), str(files.log()), array=job.array, after=None)
+        command = dialect.submit(str(files.script), str(files.log()), array=job.array, waits=None)
     except UsageError:
         if not job.dry_run:
             files.script.unlink()  # created empty, to reserve the name
@@ -159,7 +160,10 @@ def _submit(
     jobs: list[SubmittedJob] = []
     for _ in range(job.chain_limit if job.chain else 1):
         path = str(files.log(len(jobs)))
-        command = dialect.submit(str(files.script), path, array=job.array, after=previous)
+        waits = f"afterany:{previous}" if previous else None
+        if waits and job.after:  # in the script, too, where it does not count then
+            waits += f",afterok:{job.after}"
+        command = dialect.submit(str(files.script), path, array=job.array, waits=waits)
         result = run(command, timeout=TIMEOUT)
         job_id = dialect.read_id(result.output) if result.ok else None
         if job_id is None:

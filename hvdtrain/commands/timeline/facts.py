@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
-from typing import Any
 
 from hvdtrain.commands.timeline.analyse import Analysis
 from hvdtrain.commands.timeline.events import (
@@ -26,7 +25,6 @@ from hvdtrain.commands.timeline.read import Reading
 from hvdtrain.commands.timeline.steps import LatenessFacts, StepFacts, Steps
 
 # Keys of the JSON that differ from the fields.
-JSON_KEYS = {"recorded": "told", "before": "one", "after": "other", "per_step": "a_step"}
 TENSORS = 200  # rows of the table of tensors, and of that of open tensors
 
 
@@ -78,7 +76,7 @@ class PhaseFacts:
     name: str
     bars: int
     seconds: float
-    a_step_seconds: float | None  # mean per whole step; None: it is in none of them
+    seconds_per_step: float | None  # mean per whole step; None: it is in none of them
     tensor_seconds: float
 
 
@@ -163,11 +161,6 @@ class TimelineFacts:
     verdict: Sequence[TimelineFinding] = ()
 
 
-def to_json(facts: Any) -> dict[str, Any]:
-    """Return a dataclass of this command as in ``--json``."""
-    return asdict(facts, dict_factory=lambda pairs: {JSON_KEYS.get(k, k): v for k, v in pairs})
-
-
 def make_facts(
     reading: Reading, analysis: Analysis, window: tuple[float, float] | None = None
 ) -> TimelineFacts:
@@ -233,7 +226,7 @@ def _phases(analysis: Analysis) -> list[PhaseFacts]:
             name=phase.name,
             bars=counts[phase],
             seconds=phase.wall * MICRO,
-            a_step_seconds=_per_step(phase, analysis.steps),
+            seconds_per_step=_per_step(phase, analysis.steps),
             tensor_seconds=totals[phase] * MICRO,
         )
         for phase in analysis.rows.phases.values()

@@ -201,7 +201,7 @@ def phases(facts: TimelineFacts) -> TitledTable:
     for row in facts.phases:
         kind = row.kind if row.kind != OPERATION else "operation, whole"
         times = [duration(row.seconds), duration(row.tensor_seconds)]
-        per_step = [_seconds(row.a_step_seconds)] if facts.steps else []
+        per_step = [_seconds(row.seconds_per_step)] if facts.steps else []
         rows.append([kind, short(row.name), f"{row.bars:,}", *times, *per_step])
     header = ["", "", "bars", "time", "summed over tensors"]
     header += ["time per step"] if facts.steps else []
@@ -307,7 +307,7 @@ def _times(facts: TimelineFacts, *, per_step: bool) -> dict[tuple[str, str], flo
         times["file", ""] = facts.seconds
         times |= {("file", name): facts.states[name] for name in reversed(STATES)}
     for row in facts.phases:
-        seconds = row.a_step_seconds if per_step else row.seconds
+        seconds = row.seconds_per_step if per_step else row.seconds
         if seconds is not None:  # None: the phase is in no step
             times[row.kind, row.name] = seconds
     return times
@@ -326,6 +326,6 @@ def comparison(difference: Difference) -> str:
         for row in difference.rows
     ]
     scope = "per step" if difference.per_step else "of the whole file"
-    times = table(["", "", "one", "other", "other/one"], rows, names=2)
-    files = f"one: {printable(difference.before)}\nother: {printable(difference.after)}"
+    times = table(["", "", "before", "after", "after/before"], rows, names=2)
+    files = f"before: {printable(difference.before)}\nafter: {printable(difference.after)}"
     return f"{files}\n\nTimes {scope}\n{times}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 from hvdtrain.commands.timeline import report
 from hvdtrain.commands.timeline.analyse import Recorder
-from hvdtrain.commands.timeline.facts import to_json
 from hvdtrain.commands.timeline.profile import profile_facts
 from hvdtrain.commands.timeline.profile import table as profile_table
 from hvdtrain.commands.timeline.read import repair
@@ -74,16 +74,16 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     with terminal.working(f"reading {printable(arguments.file)}"):
         kept = bool(arguments.profile)
         facts, analysis = analyse(arguments.file, span, recorder, keeps_steps=kept)
-        data = to_json(facts)
+        data = asdict(facts)
         parts = [report.text(facts)]
         if arguments.diff:
             difference = report.compare(facts, analyse(arguments.diff, span)[0])
-            data["diff"] = to_json(difference)
+            data["diff"] = asdict(difference)
             parts = [report.comparison(difference)]
         profiles = [profile_facts(path, arguments.file, analysis) for path in arguments.profile]
         tables = [profile_table(profile) for profile in profiles]
         if profiles:
-            data["profiles"] = [to_json(profile) for profile in profiles]
+            data["profiles"] = [asdict(profile) for profile in profiles]
             parts += [table.text for table in tables]
         if recorder:
             from hvdtrain.commands.timeline import trace_page
@@ -94,7 +94,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             parts.append(message(f"{written}: report and trace written; open it in a browser"))
         if arguments.repair:
             counts = repair(arguments.file, arguments.repair, span)
-            data["repaired"] = to_json(counts)
+            data["repaired"] = asdict(counts)
             summary = (
                 f"{printable(arguments.repair)}: {counts.events:,} events written; "
                 f"{counts.closed:,} bars closed at the end, {counts.dropped:,} events dropped"

@@ -22,7 +22,7 @@ from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import Command, termination_as_interrupt
-from hvdtrain.system.runtime.detect import detect
+from hvdtrain.system.runtime.detect import detect, may_be_shell
 from hvdtrain.system.runtime.exit import WAIT_USAGE, fail, leave
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,8 @@ def rank_count(requested: int | None, environ: Mapping[str, str]) -> int | None:
         UsageError: another number than the launcher's is requested.
     """
     launch = detect(environ)
-    if launch.launcher:
+    in_shell = may_be_shell(environ) and (requested or 1) > 1
+    if launch.launcher and not in_shell:
         if requested not in (None, launch.size):
             raise UsageError(
                 f"-n {requested}: {launch.launcher} has already started {launch.size} ranks; "

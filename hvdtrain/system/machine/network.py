@@ -1,16 +1,36 @@
-"""Addresses by which hosts reach each other, from their routes; nothing is sent."""
+"""Names of this host, and addresses by which hosts reach each other; nothing is sent."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Iterable, Sequence
-from ipaddress import IPv4Interface
+from ipaddress import IPv4Interface, ip_address
 from pathlib import Path
 
 import psutil
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # variable with the interface that connects the hosts
 DISCARD = 9  # port of the discard service
+
+
+def local_names() -> frozenset[str]:
+    """Return the possible names of this host in a list of hosts: host name and addresses."""
+    interfaces = psutil.net_if_addrs().values()
+    own = (address.address for interface in interfaces for address in interface)
+    return frozenset({"localhost", socket.gethostname(), *own})
+
+
+def is_this_host(name: str, local: Collection[str]) -> bool:
+    """Return whether ``name`` is among the ``local`` names, with or without its domain."""
+    return name in local or _short(name) in map(_short, local)
+
+
+def _short(name: str) -> str:
+    """Return the name of a host without its domain; an address is unchanged."""
+    try:
+        return str(ip_address(name))
+    except ValueError:
+        return name.partition(".")[0]
 
 
 def addresses(interfaces: str | None = None) -> list[str]:

@@ -30,6 +30,9 @@ HOROVODRUN = "horovodrun"  # over Gloo; also `hvdtrain launch --elastic`
 BY_HAND = "RANK and WORLD_SIZE"  # set by job scripts and Kubernetes without torchrun
 OPEN_MPI = "mpirun (Open MPI)"
 PALS = "mpiexec (Cray PALS)"
+HYDRA = "mpiexec (Hydra)"
+SRUN = "srun"
+STEP = "SLURM_STEP_ID"  # set in each step of a Slurm job, that is by srun
 TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # RANK and WORLD_SIZE alone do not imply torchrun
 SPAWNED_BY = "HVDTRAIN_SPAWNED_BY"  # the process id of the parent
 
@@ -50,10 +53,10 @@ LAUNCHERS = (
     Launcher(PALS, "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     # PALS_SIZE is set by `hvdtrain launch`, not by PALS; with PALS, Cray's PMI sets PMI_SIZE.
     Launcher(PALS, "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-    Launcher("mpiexec (Hydra)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Launcher(HYDRA, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # Slurm sets SLURM_* for the batch script too, so only variables of a *step* count, and srun
     # comes after mpirun, whose variables are more specific.
-    Launcher("srun", *_SLURM, mark="SLURM_STEP_ID"),
+    Launcher(SRUN, *_SLURM, mark=STEP),
     Launcher(BY_HAND, *_TORCH, mark="MASTER_ADDR"),
 )
 
@@ -104,6 +107,16 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo:
             local_size=size if local_size is None else local_size,
         )
     return SINGLE_RANK
+
+
+def may_be_shell(environ: Mapping[str, str]) -> bool:
+    """Return whether this process may have been started from a shell in a Slurm job.
+
+    The shell of ``srun --pty`` or salloc has the variables of a rank, the only one of its step;
+    with Slurm's PMI-2 also those that Hydra sets.
+    """
+    launch = detect(environ)
+    return STEP in environ and launch.size == 1 and launch.launcher in (SRUN, HYDRA)
 
 
 def check_local_rank(local_rank: int | None, environ: Mapping[str, str]) -> None:

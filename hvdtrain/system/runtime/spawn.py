@@ -35,6 +35,7 @@ from hvdtrain.system.runtime.detect import (
     TORCHRUN,
     LaunchInfo,
     detect,
+    may_be_shell,
 )
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -192,7 +193,7 @@ def spawned(size: int) -> LaunchInfo:
 def check_no_launcher(environ: Mapping[str, str]) -> None:
     """Raise ``UsageError`` if a launcher has started this process."""
     launch = detect(environ)
-    if launch != SINGLE_RANK:
+    if launch != SINGLE_RANK and not may_be_shell(environ):
         raise UsageError(
             f"--spawn starts ranks without a launcher, but {launch.launcher} started this process: "
             "leave the option out"

@@ -128,7 +128,8 @@ def main(words: list[str]) -> int:
     The argument is the requested walltime, counted from now if the batch system does not answer.
     Without an answer and an argument the line is empty.
     """
-    end = ends_at()
+    # A job that is submitted by another one may inherit the end of that one.
+    end = ends_at({name: value for name, value in os.environ.items() if name != ENDS})
     requested = parse_clock(words[0]) if words else None
     if end is None and requested is not None:
         end = time.time() + requested

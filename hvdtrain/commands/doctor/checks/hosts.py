@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import psutil
-
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, warning_if
 from hvdtrain.commands.launch.hosts import BATCH_SYSTEMS, Allocation, find_allocation, lay_out
 from hvdtrain.commands.launch.prepare import Request
 from hvdtrain.errors import UsageError
+from hvdtrain.system.machine.network import is_this_host
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
 
 SUBMITTERS = {"sbatch": "Slurm", "qsub": "PBS", "bsub": "LSF"}
@@ -46,22 +45,6 @@ def find_batch(environ: Mapping[str, str]) -> BatchSystem:
         return BatchSystem(tuple(path for path in paths if path), job, find_allocation(environ))
     except UsageError as error:
         return BatchSystem((), job, Allocation("none"), str(error))
-
-
-def local_names() -> frozenset[str]:
-    """Return the possible names of this host in a nodefile: host name and addresses."""
-    interfaces = psutil.net_if_addrs().values()
-    addresses = (address.address for interface in interfaces for address in interface)
-    return frozenset({"localhost", socket.gethostname(), *addresses})
-
-
-def is_this_host(name: str, local: Collection[str]) -> bool:
-    """Return whether ``name`` is among the ``local`` names, with or without its domain."""
-    short, *others = (
-        full if full[:1].isdigit() else full.partition(".")[0]  # an address is unchanged
-        for full in (name, *local)
-    )
-    return name in local or short in others
 
 
 def local_slots(allocation: Allocation, local: Collection[str]) -> int:

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from hvdtrain.commands.doctor.checks.files import SKEW
-from hvdtrain.commands.doctor.checks.hosts import is_this_host
 from hvdtrain.commands.doctor.checks.machine import resource_findings
 from hvdtrain.commands.doctor.findings import ERROR, OK, WARNING, Finding, warning_if
 from hvdtrain.commands.doctor.rank_report import RankReport, WorldReport
 from hvdtrain.commands.launch.rank_output import split_endings
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import Device, RankFacts, check_devices, check_software, rank_names
+from hvdtrain.system.machine.network import is_this_host
 from hvdtrain.system.machine.threads import THREADS, threads_per_rank
 from hvdtrain.system.output.tables import message, table
 from hvdtrain.system.output.text import bandwidth, duration, plural, size

@@ -23,7 +23,7 @@ from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, run
-from hvdtrain.system.runtime.detect import detect
+from hvdtrain.system.runtime.detect import detect, may_be_shell
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def observe(options: argparse.Namespace, ranks: int | None) -> Report:
     Raises:
         UsageError: the script does not exist, or this process is a rank of a launcher.
     """
-    if detect(os.environ).launcher:
+    if detect(os.environ).launcher and not (options.ranks and may_be_shell(os.environ)):
         raise UsageError(
             "--script: starts its ranks itself; use -n N instead of starting hvdtrain with mpirun"
         )

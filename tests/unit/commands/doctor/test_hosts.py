@@ -68,15 +68,6 @@ def test_hosts_without_this_one_are_not_contacted() -> None:
     assert_finding(hosts.other_hosts(Allocation("none"), {"login"}), ABSENT, "none in this job")
 
 
-def test_this_host_by_name_and_by_address() -> None:
-    here = hosts.local_names()
-    for name in ("localhost", socket.gethostname(), f"{socket.gethostname()}.some.domain"):
-        assert hosts.is_this_host(name, here)
-    assert hosts.is_this_host("127.0.0.1", here)
-    assert not hosts.is_this_host("127.9.9.9", here)
-    assert not hosts.is_this_host("10.1.2.3", {"10.1.2.4"})
-
-
 def test_a_missing_nodefile_is_an_error(tmp_path: Path) -> None:
     batch = hosts.find_batch({"PBS_NODEFILE": str(tmp_path / "gone"), "PBS_JOBID": "12.server"})
     findings = by_check(hosts.batch_findings(batch, {"node1"}))

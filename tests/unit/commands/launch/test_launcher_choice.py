@@ -28,6 +28,7 @@ from hvdtrain.commands.launch.launcher_choice import (
     find_mpi,
 )
 from hvdtrain.errors import UsageError
+from hvdtrain.system.machine.gpus import VISIBLE
 from tests.conftest import executable
 
 GOLDEN = Path(__file__).parent / "golden" / "launch.txt"
@@ -134,6 +135,12 @@ def test_the_environment_of_the_ranks() -> None:
         assert bare.command.env == {"SLURM_EXPORT_ENV": "ALL"}
 
 
+@pytest.mark.parametrize("dialect", ["openmpi5", "mpich", "srun"])  # all use srun on other hosts
+def test_a_step_started_from_a_step_shares_its_cores(dialect: str) -> None:
+    assert job(dialect, environ={"SLURM_STEP_ID": "0"}).command.env == {"SLURM_OVERLAP": "1"}
+    assert job(dialect, environ={"SLURM_JOB_ID": "7"}).command.env == {}
+
+
 def test_more_threads_than_cores_per_rank_are_not_bound() -> None:
     assert job("openmpi5", HERE, threads=4).width == 4
     assert job("openmpi5", HERE, threads=5).width == 0
@@ -175,10 +182,18 @@ def test_fewer_ranks_get_the_cores_of_a_full_host(
         assert shown in ([options[0]], [options[1]], [options[2]], [f"{width}"])
 
 
-def test_a_gpu_uuid_is_not_exported() -> None:
-    assert forwarded({"CUDA_VISIBLE_DEVICES": "0,1", "HOME": "/"}) == ["CUDA_VISIBLE_DEVICES"]
-    assert forwarded({"CUDA_VISIBLE_DEVICES": ""}) == ["CUDA_VISIBLE_DEVICES"]
-    assert forwarded({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"}) == []
+@pytest.mark.parametrize("name", VISIBLE)
+def test_a_gpu_uuid_is_not_exported(name: str) -> None:
+    assert forwarded({name: "0,1", "HOME": "/"}) == [name]
+    assert forwarded({name: ""}) == [name]
+    assert forwarded({name: "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"}) == []
+    assert forwarded({name: "0,GPU-4b2c1a9f7d5e6c3b"}) == []
+
+
+def test_settings_of_the_libraries_are_exported() -> None:
+    names = ["CCL_ATL_TRANSPORT", "CUBLAS_WORKSPACE_CONFIG", "HSA_OVERRIDE_GFX_VERSION"]
+    names += ["MIOPEN_FIND_MODE", "ONEAPI_DEVICE_SELECTOR", "OPENBLAS_NUM_THREADS"]
+    assert forwarded(dict.fromkeys(names, "1")) == names
 
 
 @pytest.mark.parametrize("dialect", ["intel", "pals", "srun"])

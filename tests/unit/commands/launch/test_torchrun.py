@@ -12,7 +12,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.launch import remote
 from hvdtrain.commands.launch.hosts import Host, RankLayout
-from hvdtrain.commands.launch.remote import SSH, names_here
+from hvdtrain.commands.launch.remote import SSH, is_here
 from hvdtrain.commands.launch.torchrun import (
     AGENT,
     NO_SHARED_STORE,
@@ -31,7 +31,7 @@ TWO = RankLayout(3, (Host("node1.cluster", 2), Host("node2", 1)))
 @pytest.fixture(autouse=True)
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Name this machine, in a directory with a blank in its name."""
-    monkeypatch.setattr(remote, "names_here", lambda: {"node1", "node0"})
+    monkeypatch.setattr(remote, "local_names", lambda: {"node1", "node0"})
     monkeypatch.setattr(Path, "cwd", lambda: Path("/my work"))
 
 
@@ -44,6 +44,7 @@ def test_one_host_needs_no_rendezvous() -> None:
 
 
 def test_this_host_and_a_remote_one() -> None:
+    assert [is_here(host) for host in ("", "node1.cluster", "node2")] == [True, True, False]
     agents = agent_commands(TWO, WORDS, 4, ENVIRON)
     rendezvous = ("--nnodes=2", "--master-addr=node1.cluster", "--master-port=4711")
     first = (*AGENT, *rendezvous, "--node-rank=0", "--nproc-per-node=2", "--no-python", *WORDS)
@@ -88,10 +89,6 @@ def test_ranks_that_may_be_lost_on_one_host() -> None:
     (agent,) = agent_commands(RankLayout(2), WORDS, None, {}, 1).values()
     options = ("--standalone", "--max-restarts=10", "--nproc-per-node=2", "--no-python")
     assert agent == Command((*AGENT, *options, *WORDS), NO_SHARED_STORE)
-
-
-def test_this_machine_has_names_and_addresses() -> None:
-    assert {"localhost", "127.0.0.1"} <= names_here()
 
 
 def test_a_dry_run_prints_a_line_per_host(capsys: pytest.CaptureFixture[str]) -> None:

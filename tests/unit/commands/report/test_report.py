@@ -235,7 +235,7 @@ def test_invalid_and_unknown_files_are_left_out(
         os.mkfifo(tmp_path / name)  # must not block
     assert cli.main(["report", str(tmp_path), "--json", "--html", str(tmp_path / "o.html")]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["summaries"], data["courses"], data["timelines"]) == (1, 1, 0)
+    assert (data["summaries"], data["curves"], data["timelines"]) == (1, 1, 0)
     assert any(note.startswith("broken.json: ") for note in data["left_out"])
     for name in ("pipe.json", "pipe.jsonl", "results.jsonl"):
         assert f"{name}: not a regular file" in data["left_out"]

@@ -79,6 +79,14 @@ def test_the_jobs_after_the_first(
     assert [begin(file, saved, f"{2 + number}.server") for number in range(len(words))] == words
 
 
+def test_a_job_that_is_rerun_begins_again(file: Path, saved: Path) -> None:
+    """The batch system reruns it after the loss of a node, with --requeue."""
+    assert [begin(file, saved, job) for job in ("1.server", "1.server.domain")] == [GO, GO]
+    save(saved, "step-1")
+    jobs = ("2.server", "2.server", "3.server", "3.server")
+    assert [begin(file, saved, job) for job in jobs] == [GO, GO, STUCK, OVER]
+
+
 def test_the_waiting_jobs_are_deleted(file: Path, bin_directory: Path) -> None:
     executable(bin_directory / "qdel", f'#!/bin/sh\necho "$@" > {bin_directory}/deleted\n')
     end(file, bin_directory, "1.server.domain.org", 0)  # the form of a job's id varies in PBS

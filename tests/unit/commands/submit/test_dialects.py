@@ -27,29 +27,29 @@ from hvdtrain.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("dialect", "array", "after", "line"),
+    ("dialect", "array", "waits", "line"),
     [
         (Pbs(), None, None, "qsub -j oe -o d/x.log d/x"),
-        (Pbs(), None, "7.s", "qsub -j oe -o d/x.log -W depend=afterany:7.s d/x"),
+        (Pbs(), None, "afterany:7.s", "qsub -j oe -o d/x.log -W depend=afterany:7.s d/x"),
         (Pbs(), "1-3", None, "qsub -j oe -J 1-3 -o 'd/x.log.^array_index^' d/x"),
         (Pbs(wraps_slurm=True), "1-3", None, "qsub -j oe -J 1-3 -o d/x.log.%a d/x"),
         (Slurm(), None, None, "sbatch --parsable --output=d/x.log d/x"),
         (Slurm(), "1-3", None, "sbatch --parsable --output=d/x.log.%a d/x"),
-        (Slurm(), None, "7", "sbatch --parsable --output=d/x.log --dependency=afterany:7 d/x"),
+        (Slurm(), None, "after:7", "sbatch --parsable --output=d/x.log --dependency=after:7 d/x"),
         (Local(), None, None, "bash d/x"),
     ],
 )
-def test_submission(dialect: Dialect, array: str | None, after: str | None, line: str) -> None:
-    assert dialect.submit("d/x", "d/x.log", array=array, after=after).show() == line
+def test_submission(dialect: Dialect, array: str | None, waits: str | None, line: str) -> None:
+    assert dialect.submit("d/x", "d/x.log", array=array, waits=waits).show() == line
 
 
 def test_paths_with_special_characters() -> None:
-    by_pbs = Pbs().submit("a b:c/x", "a b:c/x.log", array=None, after=None)
+    by_pbs = Pbs().submit("a b:c/x", "a b:c/x.log", array=None, waits=None)
     assert by_pbs.show() == "qsub -j oe 'a b:c/x'"
-    by_slurm = Slurm().submit("50%/x", "50%/x.log", array=None, after=None)
+    by_slurm = Slurm().submit("50%/x", "50%/x.log", array=None, waits=None)
     assert by_slurm.show() == "sbatch --parsable --output=50%%/x.log 50%/x"
     with pytest.raises(UsageError, match="unquoted"):
-        Pbs(wraps_slurm=True).submit("a b/x", "a b/x.log", array=None, after=None)
+        Pbs(wraps_slurm=True).submit("a b/x", "a b/x.log", array=None, waits=None)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,10 @@ SLURM_LINE = (
         ("PENDING", "None", "0:0", State(WAITING, "pending")),
         ("RUNNING", "None", "0:0", State(RUNNING, "running")),
         ("COMPLETING", "None", "0:0", State(RUNNING, "completing")),
+        ("STOPPED", "None", "0:0", State(RUNNING, "stopped")),  # by a signal, with its cores
+        ("RESV_DEL_HOLD", "None", "0:0", State(WAITING, "resv_del_hold")),
+        ("REQUEUE_FED", "None", "0:0", State(WAITING, "requeue_fed")),
+        ("SPECIAL_EXIT", "None", "7:0", State(WAITING, "special_exit")),  # requeued and held
         ("COMPLETED", "None", "0:0", State(ENDED, "completed", 0)),
         ("FAILED", "NonZeroExitCode", "3:0", State(ENDED, "failed", 3)),
         ("FAILED", "NonZeroExitCode", "75:0", State(ENDED, "failed", 75)),

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdtrain import cli
+from hvdtrain.commands.submit import chain
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.script import script_text
 from hvdtrain.commands.submit.site import Site
@@ -293,6 +295,24 @@ def test_the_exit_file_of_a_followed_job(
         os.killpg(process.pid, number)
     process.communicate(timeout=60)
     assert (node.submit / "x.exit.12").read_text() == exit_text
+
+
+def test_a_job_of_a_chain_in_another_directory(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(node.submit)
+    monkeypatch.setenv("HOME", str(node.root))  # no site file of the user
+    words = ["submit", "--scheduler", "pbs", "--walltime", "1:00:00", "--env", ".venv", "--chain"]
+    setup = ("--progress", "saved", "--setup", "mkdir elsewhere && cd elsewhere")
+    assert cli.main([*words, *setup, "--dry-run", "--", "x"]) == 0
+    text = capsys.readouterr().out
+    Path("hvdtrain-jobs").mkdir()
+    job = node.start(text, ("a",), read_script(text))
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, out) == (0, ""), err
+    assert Path("elsewhere/launches").is_file()
+    events = [event["event"] for event in chain.read(Path("hvdtrain-jobs/x-1.chain"))]
+    assert events == ["begin", "end", "over"]
 
 
 @settings(max_examples=20)

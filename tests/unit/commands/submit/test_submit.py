@@ -62,6 +62,7 @@ PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
         ("--queue 'a b'", "--queue: 'a b': must be one word"),
         ("--module 'a b'", "--module: 'a b' is not one module"),
         ("--memory 64", "--memory: '64': must be a number with a unit"),
+        ("--after '7 8'", "--after: '7 8': must be the ID of a job"),
         ("--array 5", "--array: '5': must be a range such as 1-10"),
         ("--array 5-5", "--array: '5-5': must be a range"),
         ("--array 1-2 --chain --progress d", "--array and --chain"),
@@ -225,6 +226,16 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(
     assert answer["submit"] == command.split()
 
 
+def test_values_are_spelled_as_the_batch_system_does(capsys: Captured) -> None:
+    """The ID of an array is printed by ``submit --array``."""
+    for memory in ("64 GiB", "64G"):
+        words = ("--memory", memory, "--after", "2[].s", "--dry-run")
+        assert submit(*PBS, *words, "--", "x") == 0
+        text = capsys.readouterr().out
+        assert "\n#PBS -l select=1:ncpus=1:mpiprocs=1:mem=64gb\n" in text
+        assert "\n#PBS -W depend=afterok:2[].s\n" in text
+
+
 def test_options_override_site_defaults(capsys: Captured) -> None:
     words = ("--site", "polaris", "--walltime", "0:10:00", "--dry-run")
     assert submit(*words, "--", "x") == 0
@@ -344,9 +355,9 @@ def test_a_job_is_submitted(bin_directory: Path, capsys: Captured) -> None:
     }
 
 
-def chain_of(limit: int) -> int:
+def chain_of(limit: int, *options: str) -> int:
     words = ("--chain", "--chain-limit", str(limit), "--", "x", "--checkpoint-dir", "c")
-    return submit(*PBS, *words)
+    return submit(*PBS, *options, *words)
 
 
 def test_the_jobs_of_a_chain_wait_for_one_another(bin_directory: Path, capsys: Captured) -> None:
@@ -361,6 +372,15 @@ def test_the_jobs_of_a_chain_wait_for_one_another(bin_directory: Path, capsys: C
     ]
     links = [json.loads(line) for line in Path("hvdtrain-jobs/x-1.chain").read_text().splitlines()]
     assert links == [{"event": "link", "job": f"{number}.server"} for number in (1, 2, 3)]
+
+
+def test_every_job_of_a_chain_needs_the_job_before_the_chain(bin_directory: Path) -> None:
+    program(bin_directory, "qsub", QSUB)
+    assert chain_of(2, "--after", "7") == 0
+    assert "\n#PBS -W depend=afterok:7\n" in Path("hvdtrain-jobs/x-1.pbs").read_text()
+    first, second = Path("calls").read_text().splitlines()
+    assert "depend" not in first  # but in the script
+    assert " -W depend=afterany:1.server,afterok:7 " in second
 
 
 def test_a_site_that_limits_the_number_of_jobs(

@@ -39,7 +39,11 @@ def test_states_and_steps(tmp_path: Path) -> None:
 
 def test_lateness(tmp_path: Path) -> None:
     lateness = facts_of(straggling(10), tmp_path)["lateness"]
-    assert (lateness["negotiations"], lateness["with_ticks"], lateness["told"]) == (30, 30, True)
+    assert (lateness["negotiations"], lateness["with_ticks"], lateness["recorded"]) == (
+        30,
+        30,
+        True,
+    )
     rank0, rank1, rank2 = lateness["ranks"]
     assert rank2["rank"] == 2
     assert (rank2["late_steps"], rank2["late_steps_share"]) == (9, 1.0)
@@ -241,7 +245,7 @@ def test_the_cached_form_has_no_ticks(tmp_path: Path) -> None:
     cached = text[:first] + re.sub(r'\{"ph": "X"[^}]*\},', "", text[first:])
     lateness = facts_of(cached, tmp_path)["lateness"]
     assert (lateness["negotiations"], lateness["with_ticks"]) == (30, 3)
-    assert (lateness["steps_with_ticks"], lateness["told"]) == (1, False)
+    assert (lateness["steps_with_ticks"], lateness["recorded"]) == (1, False)
 
 
 def test_several_timelines_in_a_file_count_as_one_training(tmp_path: Path) -> None:
@@ -395,7 +399,7 @@ def test_start_up_that_was_mistaken_for_steps_does_not_count(tmp_path: Path) -> 
 
 def test_a_phase_outside_the_steps_has_no_time_per_step(tmp_path: Path) -> None:
     facts = analyse(started().write(tmp_path))[0]
-    times = {row.name: row.a_step_seconds for row in facts.phases}
+    times = {row.name: row.seconds_per_step for row in facts.phases}
     assert times["BROADCAST"] is times["MPI_BCAST"] is times["NEGOTIATE_BROADCAST"] is None
     assert times["ALLREDUCE"] == pytest.approx(OPERATIONS * LENGTH * 1e-6)
     lines = report.text(facts).splitlines()

@@ -67,7 +67,7 @@ def test_without_ticks_of_two_ranks_no_rank_is_late(tmp_path: Path) -> None:
             timeline.negotiate(name, 1_000 * step + 20 * rank, {rank: 10})
         timeline.allreduce(["a", "b"], 1_000 * step + 100, 100, (10,))
     facts = facts_of(timeline, tmp_path)
-    assert facts["lateness"]["told"] is False
+    assert facts["lateness"]["recorded"] is False
     assert "straggler" not in [finding["kind"] for finding in facts["verdict"]]
 
 

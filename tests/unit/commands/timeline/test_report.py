@@ -74,21 +74,21 @@ the other ranks' work are not in it, only the time at which each rank submitted 
 a cycle. Communication counts as hidden while some rank still had a tensor of the step to submit."""
 
 DIFFERENCE = """\
-one: before.json
-other: after.json
+before: before.json
+after: after.json
 
 Times per step
-                                              one     other   other/one
-  step                                    70.0 ms   70.0 ms        1.00
-  step         communicating              2.20 ms   2.20 ms        1.00
-  step         waiting                    50.2 ms   10.2 ms        0.20
-  step         neither                    17.6 ms   57.6 ms        3.27
-  step         lateness                   50.0 ms   10.0 ms        0.20
-  negotiate    NEGOTIATE_ALLREDUCE        50.2 ms   10.2 ms        0.20
-  operation    ALLREDUCE                  2.20 ms   2.20 ms        1.00
-  memcpy in    MEMCPY_IN_FUSION_BUFFER     100 µs    100 µs        1.00
-  collective   MPI_ALLREDUCE              2.00 ms   2.00 ms        1.00
-  memcpy out   MEMCPY_OUT_FUSION_BUFFER    100 µs    100 µs        1.00"""
+                                           before     after   after/before
+  step                                    70.0 ms   70.0 ms           1.00
+  step         communicating              2.20 ms   2.20 ms           1.00
+  step         waiting                    50.2 ms   10.2 ms           0.20
+  step         neither                    17.6 ms   57.6 ms           3.27
+  step         lateness                   50.0 ms   10.0 ms           0.20
+  negotiate    NEGOTIATE_ALLREDUCE        50.2 ms   10.2 ms           0.20
+  operation    ALLREDUCE                  2.20 ms   2.20 ms           1.00
+  memcpy in    MEMCPY_IN_FUSION_BUFFER     100 µs    100 µs           1.00
+  collective   MPI_ALLREDUCE              2.00 ms   2.00 ms           1.00
+  memcpy out   MEMCPY_OUT_FUSION_BUFFER    100 µs    100 µs           1.00"""
 
 NOTHING = """\
 timeline.json: 191 B, 2 events, unknown ranks, 0 µs

@@ -26,6 +26,8 @@ from hvdtrain.commands.verify.rows import (
 from hvdtrain.errors import UsageError
 
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+# Set in the shell of `srun --pty`, as in the only rank of a step.
+STEP_SHELL = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 
 
 def test_number_of_ranks(tmp_path: Path) -> None:
@@ -40,6 +42,15 @@ def test_number_of_ranks(tmp_path: Path) -> None:
     assert verify.rank_count(4, MPIRUN) is None
     with pytest.raises(UsageError, match=r"-n 2: mpirun .* 4 ranks"):
         verify.rank_count(2, MPIRUN)
+    assert verify.rank_count(4, STEP_SHELL) == 4
+    assert verify.rank_count(4, {**STEP_SHELL, "PMI_RANK": "0", "PMI_SIZE": "1"}) == 4
+    assert verify.rank_count(1, STEP_SHELL) is None
+    assert verify.rank_count(None, STEP_SHELL) is None
+    step = {**STEP_SHELL, "SLURM_STEP_NUM_TASKS": "4"}
+    single = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    for environ, ranks in ((step, 4), ({**STEP_SHELL, **single}, 1)):
+        with pytest.raises(UsageError, match=f"-n 2: .* started {ranks} ranks"):
+            verify.rank_count(2, environ)
 
 
 def test_script_is_refused_on_ranks_of_a_launcher(
@@ -48,6 +59,20 @@ def test_script_is_refused_on_ranks_of_a_launcher(
     for name, value in MPIRUN.items():
         monkeypatch.setenv(name, value)
     assert "-n N" in refused("verify", "--script", __file__)
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_script_is_started_from_a_shell_of_a_slurm_job(
+    ranks: str,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in STEP_SHELL.items():
+        monkeypatch.setenv(name, value)
+    assert "-n N" in refused("verify", "--script", __file__)  # it may be a rank
+    assert cli.main(["verify", "-n", ranks, "--dry-run", "--script", __file__]) == 0
+    assert f" -n {ranks} " in capsys.readouterr().out
 
 
 def test_dry_run_of_a_single_rank(capsys: pytest.CaptureFixture[str]) -> None:

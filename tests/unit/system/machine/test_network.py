@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from hvdtrain.system.machine.network import (
@@ -9,6 +11,8 @@ from hvdtrain.system.machine.network import (
     address_towards,
     addresses,
     interface_towards,
+    is_this_host,
+    local_names,
     reachable_at,
 )
 
@@ -31,6 +35,31 @@ def test_the_first_network_shared_by_all_hosts(
     hosts: tuple[list[str], ...], expected: str | None
 ) -> None:
     assert address_for_all(hosts) == expected
+
+
+def test_this_host_by_name_and_by_address() -> None:
+    here = local_names()
+    for name in ("localhost", socket.gethostname(), f"{socket.gethostname()}.some.domain"):
+        assert is_this_host(name, here)
+    assert is_this_host("127.0.0.1", here)
+    assert not is_this_host("127.9.9.9", here)
+
+
+@pytest.mark.parametrize(
+    ("name", "local", "same"),
+    [
+        ("node1.cluster", "node1", True),
+        ("node1", "node1.cluster", True),
+        ("node1", "node10", False),
+        ("7a01.cluster", "7a01", True),
+        # Addresses have no domain.
+        ("10.1.2.3", "10.1.2.3", True),
+        ("10.1.2.3", "10.1.2.4", False),
+        ("10.1.2.3", "10", False),
+    ],
+)
+def test_names_with_and_without_domain(name: str, local: str, same: bool) -> None:
+    assert is_this_host(name, {"localhost", local}) == same
 
 
 def test_rank_0_is_reachable_in_the_shared_network_or_at_all_addresses() -> None:

@@ -98,3 +98,7 @@ def test_spawn_under_a_launcher_is_reported() -> None:
     assert detect({}) == SINGLE_RANK
     with pytest.raises(UsageError, match=r"--spawn .* mpirun \(Open MPI\)"):
         check_no_launcher({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    check_no_launcher(step)  # may be the shell of `srun --pty`
+    with pytest.raises(UsageError, match=r"--spawn .* srun started"):
+        check_no_launcher({**step, "SLURM_STEP_NUM_TASKS": "2"})

@@ -96,13 +96,13 @@ def print_end(tmp_path: Path, answer: str, code: int, *words: str) -> str:
     """Return the output of ``python -m hvdtrain.system.runtime.walltime`` for squeue's answer."""
     executable(tmp_path / "squeue", f"#!/bin/sh\necho '{answer}'\nexit {code}\n")
     line = [sys.executable, "-m", "hvdtrain.system.runtime.walltime", *words]
-    outcome = run(line, PATH=str(tmp_path), SLURM_JOB_ID="7")
+    outcome = run(line, PATH=str(tmp_path), SLURM_JOB_ID="7", HVDTRAIN_WALLTIME_ENDS="1")
     assert outcome.code == 0, outcome.err
     return outcome.out
 
 
 def test_the_end_time_for_a_job_script(tmp_path: Path) -> None:
-    """Without an answer the walltime counts from now."""
+    """Without an answer the walltime counts from now; the end of another job does not count."""
     for answer, code, seconds in (("1:00:00", 0, 3600), ("slurm_load_jobs error", 1, 7200)):
         before = time.time()
         end = float(print_end(tmp_path, answer, code, "2:00:00"))
