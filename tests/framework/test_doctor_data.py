@@ -12,6 +12,7 @@ pytest.importorskip("torchvision")
 
 from PIL import Image
 
+from hvdtrain.commands.doctor import diagnosis
 from hvdtrain.commands.doctor.checks.data import (
     NORMALISING,
     SAMPLE,
@@ -21,7 +22,9 @@ from hvdtrain.commands.doctor.checks.data import (
     find,
     measure,
 )
+from hvdtrain.commands.launch.prepare import Request
 from hvdtrain.workloads.data.image_folder import ImageFolder
+from tests.unit.commands.doctor.doctor import PLENTY
 
 
 def measured(directory: Path) -> Measured:
@@ -64,3 +67,15 @@ def test_broken_ones_are_named_and_the_others_measured(tmp_path: Path) -> None:
     (folder / "a.jpg").unlink()
     nothing = measured(tmp_path)
     assert (len(nothing.broken), nothing.seconds) == (2, {})
+
+
+def test_a_rank_has_its_share_of_the_cores_of_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    Image.new("L", (64, 48), 7).save(tmp_path / "train" / "cat" / "a.jpg")
+    monkeypatch.setattr(diagnosis, "find_resources", lambda: PLENTY)  # 8 cores
+    monkeypatch.setattr(diagnosis.gpus, "find_driver", lambda: None)
+    for request, cores in ((None, 8), (Request(8, (), ppn=4, hosts="localhost,other"), 2)):
+        findings, _ = diagnosis.check_data(tmp_path, find(tmp_path), request, {})
+        assert f"; a rank with {cores} cores has" in findings[-1].evidence

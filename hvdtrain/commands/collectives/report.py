@@ -12,7 +12,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.page import Section
 from hvdtrain.system.output.tables import TitledTable, message
-from hvdtrain.system.output.text import duration, plural, size
+from hvdtrain.system.output.text import bandwidth, duration, plural, size
 
 NAMES = {
     "mpi4py": "MPI (mpi4py)",
@@ -59,7 +59,8 @@ def time_tables(times: JobTimes) -> list[TitledTable]:
         fits = [entry.fit_of(collective) for entry in have.values()]
         latencies = [fit.latency_seconds for fit in fits]
         rows.append(["latency", *(duration(latency) if latency else "-" for latency in latencies)])
-        rows.append(["bandwidth", *(_speed(fit.bytes_per_second) for fit in fits)])
+        rates = [fit.bytes_per_second for fit in fits]
+        rows.append(["bandwidth", *(bandwidth(rate) if rate else "-" for rate in rates)])
         tables.append(TitledTable(collective, ["message", *(NAMES[name] for name in have)], rows))
     return tables
 
@@ -160,10 +161,6 @@ def _compared(times: Sequence[float]) -> list[str]:
         ratio = seconds / times[0]
         shown.append(f"{duration(seconds)} ({ratio:.{2 if ratio < 10 else 0}f}x)")
     return shown
-
-
-def _speed(bytes_per_second: float | None) -> str:
-    return f"{bytes_per_second / 1e9:.3g} GB/s" if bytes_per_second else "-"
 
 
 # The study of allreduce algorithms
@@ -294,7 +291,7 @@ def _estimate_table(study: AllreduceStudy, link: Link, nbytes: int) -> TitledTab
     ]
     title = (
         f"Estimate for more ranks, {_message(study, nbytes)} (latency "
-        f"{duration(link.latency)}, {_speed(link.bandwidth)})"
+        f"{duration(link.latency)}, {bandwidth(link.bandwidth)})"
     )
     return TitledTable(title, ["algorithm", *(plural(ranks, "rank") for ranks in MANY)], rows)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from matplotlib import pyplot as plt
 
 from hvdtrain.commands.compare.methods import Method
 from hvdtrain.commands.compare.table import MethodResult
@@ -14,6 +13,7 @@ from hvdtrain.commands.study.curves import Evaluation, Target, draw_evaluations
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.text import printable
 
+WIDTH = 5.4  # of a panel, inches
 BAR = 0.34  # height of a row of bars, inches
 MARKER = 60  # area, points squared
 GIB = 2**30
@@ -36,37 +36,38 @@ def draw(
         target: the metric value to reach.
         unit: unit of the samples, in the plural.
     """
-    panels = _panels(rows)
+    panels = _panels(rows, unit)
     if not panels:
         return []
-    plots.style()
-    height = 1.6 + BAR * max(6, len(panels[0][1]))
-    timed = [line for line in lines if line[1]] if target else []
-    count = len(panels) + bool(timed)
-    figure, axes = plt.subplots(1, count, figsize=(5.4 * count, height), squeeze=False)
-    for panel_axes, (name, panel_rows) in zip(axes[0], panels, strict=False):
-        PANELS[name](panel_axes, panel_rows, unit)
-        panel_axes.set_title(name, loc="left")
-    if target and timed:
-        draw_evaluations(axes[0][-1], timed, target, "seconds")
-        axes[0][-1].set_title(f"Time to {target}", loc="left")
+    if target and (timed := [line for line in lines if line[1]]):
+        panels[f"Time to {target}"] = partial(
+            draw_evaluations, lines=timed, target=target, over="seconds"
+        )
+    figure = plots.figure_of(panels, (WIDTH, 1.6 + _bars(rows)))
+    for axes, title in zip(figure.axes, panels, strict=True):
+        axes.set_title(title, loc="left")
     return plots.save(figure, stem)
 
 
 def panel_figures(rows: Sequence[MethodResult], unit: str = "images") -> Iterator[tuple[str, Any]]:
-    """Yield each panel as (title, figure); the caller closes the figures."""
-    plots.style()
-    for name, panel_rows in _panels(rows):
-        figure, axes = plt.subplots(figsize=(5.4, 1.4 + BAR * max(6, len(panel_rows))))
-        PANELS[name](axes, panel_rows, unit)
-        yield name, figure
+    """Return each panel as (title, figure); the caller closes the figures."""
+    return plots.figures_of(_panels(rows, unit), (WIDTH, 1.4 + _bars(rows)))
 
 
-def _panels(rows: Sequence[MethodResult]) -> list[tuple[str, list[MethodResult]]]:
+def _panels(rows: Sequence[MethodResult], unit: str) -> dict[str, Callable[[Any], None]]:
     speed = [row for row in rows if row.images_per_second]
     memory = [row for row in speed if row.peak_memory_bytes]
-    panels = [("Throughput", speed), ("Memory and speed", memory)]
-    return [(name, panel_rows) for name, panel_rows in panels if panel_rows]
+    panels = {"Throughput": (_throughput, speed), "Memory and speed": (_memory, memory)}
+    return {
+        name: partial(draw_panel, rows=panel_rows, unit=unit)
+        for name, (draw_panel, panel_rows) in panels.items()
+        if panel_rows
+    }
+
+
+def _bars(rows: Sequence[MethodResult]) -> float:
+    """Return the height of the rows of bars, in inches."""
+    return BAR * max(6, sum(bool(row.images_per_second) for row in rows))
 
 
 def names(rows: Sequence[MethodResult] | Sequence[Method]) -> list[str]:
@@ -115,6 +116,3 @@ def _memory(axes: Any, rows: Sequence[MethodResult], unit: str) -> None:
     axes.set_xlabel(f"{unit}/s")
     axes.set_ylabel("peak memory of a rank, GiB")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-
-
-PANELS = {"Throughput": _throughput, "Memory and speed": _memory}

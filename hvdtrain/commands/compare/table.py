@@ -52,7 +52,7 @@ class MethodResult:
     speedup: float | None = None  # over one process of the same framework and precision
     epoch_seconds: float | None = None  # of training
     peak_memory_bytes: int | None = None  # maximum over the ranks
-    utilisation: float | None = None  # of the cores, a fraction; mean over the ranks
+    utilisation: float | None = None  # of the GPU or the cores, a fraction; mean over the ranks
     node_hours_per_epoch: float | None = None
     bytes_per_step: int | None = None  # sent by a rank, theoretical
     loss_distance: float | None = None  # from the loss curve of one process
@@ -254,7 +254,12 @@ COLUMNS = (
     Column("speed-up", "speedup", TWO_DECIMALS, "over one process of this framework and precision"),
     Column("epoch", "epoch_seconds", _epoch, "training on all samples once, without evaluation"),
     Column("memory", "peak_memory_bytes", size, "maximum over ranks: of the GPU, or resident"),
-    Column("busy", "utilisation", percent, "of the cores of a rank, mean over ranks, with polling"),
+    Column(
+        "busy",
+        "utilisation",
+        percent,
+        "of the GPU, or of the cores of a rank (polling counts); mean over ranks",
+    ),
     Column("node-h", "node_hours_per_epoch", TWO_DIGITS, "node-hours per epoch"),
     Column("sent", "bytes_per_step", size, "by a rank per step, theoretical value for gradients"),
     Column(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,6 @@ class Trial:
     reason: str = ""  # if there is no summary
     failed: bool = False  # the method is available, but the run failed
 
-    def to_json(self) -> dict[str, object]:
-        """Return the JSON of its line."""
-        content = {**vars(self), "method": asdict(self.method)}
-        return {**content, "summary": self.summary and self.summary.to_json()}
-
 
 def _trial(content: Any) -> Trial:
     """Return the trial in a line; raise one of ``records.INVALID`` if it is not a trial."""
@@ -88,7 +83,7 @@ def read_trials(folder: Path) -> list[Trial]:
 
 def append_trial(folder: Path, trial: Trial) -> None:
     """Append a run to the records in a comparison's directory."""
-    records.append(folder / LINES, trial.to_json(), _trial)
+    records.append(folder / LINES, records.encode(trial), _trial)
 
 
 @dataclass(frozen=True)
@@ -236,7 +231,7 @@ def find_largest(comparison: Comparison) -> None:
             continue
         log.info("%s: the largest batch", title(method))
         batch = _search(comparison, method, summary)
-        content = asdict(LargestBatch(method, batch))
+        content = records.encode(LargestBatch(method, batch))
         records.append(folder / LARGEST, content, _largest)
         log.info("    %s", batch or "unknown")
 

@@ -104,9 +104,7 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     Raises:
         UsageError: the requested hosts are malformed.
     """
-    batch, local_names = hosts.find_batch(environ), network.local_names()
-    if request and (request.hosts or request.hostfile):
-        batch = replace(batch, allocation=choose_hosts(request.hosts, request.hostfile, environ))
+    batch, local_names = _batch(environ, request), network.local_names()
     libraries = [framework for framework in HOROVOD.requires if loading.extension(framework)]
     with ThreadPoolExecutor() as pool:
         loads = pool.map(loading.try_loading, (loading.MPI4PY, loading.TORCHVISION, *libraries))
@@ -127,9 +125,7 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     yield from mpi.mpi_findings(mpi.find_mpis(environ, mpi4py, loaded))
     yield from machine.tool_findings(tools)
     yield machine.gpu_finding(driver, tools)
-    local_ranks = request.ranks if request else 1
-    if batch.allocation.hosts:
-        local_ranks = hosts.local_slots(batch.allocation, local_names)
+    local_ranks = hosts.ranks_here(request, batch.allocation, local_names)
     yield from machine.resource_findings(find_resources(), local_ranks, environ, has_fabric())
     known = machine.known_variables(tools.site_packages / "horovod")
     yield machine.horovod_variables(environ, known)
@@ -139,19 +135,37 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     yield from files.directory_findings(directories, len(batch.allocation.hosts))
 
 
+def _batch(environ: Mapping[str, str], request: Request | None) -> hosts.BatchSystem:
+    """Return the batch system, with the hosts that ``request`` names instead of those of the job.
+
+    Raises:
+        UsageError: the requested hosts are malformed.
+    """
+    batch = hosts.find_batch(environ)
+    if request is None or not (request.hosts or request.hostfile):
+        return batch
+    return replace(batch, allocation=choose_hosts(request.hosts, request.hostfile, environ))
+
+
 def check_data(
-    directory: Path, images: ImageFolder | Finding, ranks: int | None
+    directory: Path,
+    images: ImageFolder | Finding,
+    request: Request | None,
+    environ: Mapping[str, str],
 ) -> tuple[list[Finding], data.Measured | None]:
     """Measure how fast the images of ``directory`` are read on this host, and judge it.
 
-    A rank of the planned ``ranks`` has its share of the cores; on a host with GPUs, one of a GPU.
+    A rank planned on this host has its share of the cores; on a host with GPUs, one of a GPU.
     """
     measured = images if isinstance(images, Finding) else data.measure(directory, images)
     if isinstance(measured, Finding):
         return [measured], None
     driver = gpus.find_driver()
-    gpu_count = len(driver.gpus) if driver else 0
-    cores = max(1, int(find_resources().usable_cores / (gpu_count or ranks or 1)))
+    shares = gpu_count = len(driver.gpus) if driver else 0
+    if request and not gpu_count:
+        allocation = _batch(environ, request).allocation
+        shares = hosts.ranks_here(request, allocation, network.local_names())
+    cores = max(1, int(find_resources().usable_cores / (shares or 1)))
     return list(data.data_findings(measured, cores=cores, gpu=gpu_count > 0)), measured
 
 

@@ -80,6 +80,6 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             more, world, times = diagnosis.check_ranks(request, environ)
         findings += more
     if images:
-        more, measured = diagnosis.check_data(directory, images, count)
+        more, measured = diagnosis.check_data(directory, images, request, environ)
         findings += more
     return diagnosis.report(findings, world, times, measured)

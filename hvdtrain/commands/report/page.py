@@ -25,6 +25,7 @@ from hvdtrain.system.output.tables import Table
 from hvdtrain.system.output.text import duration, number, printable, size
 
 TEMPLATE = Path(__file__).with_name("report.html")
+SECONDS = ("stopped", "waited", "cost", "longest", "lost_per_failure")  # of ``Saves``
 FEW = 3  # maximum number of runs with separate sections
 
 Rows = list[tuple[str, str]]
@@ -148,6 +149,11 @@ def _result(summary: Summary) -> Rows:
             shown[label] = f"{value['count']}, {size(value['bytes'])} in total"
         elif key == "eval_metrics":
             shown |= {f"evaluation: {name}": _plain(metric) for name, metric in value.items()}
+        elif isinstance(value, dict):
+            for name, entry in value.items():
+                if entry is not None:
+                    show = duration if name in SECONDS else _plain
+                    shown[f"{label}: {name.replace('_', ' ')}"] = show(entry)
         elif key.endswith("_bytes"):
             shown[label] = size(value)
         elif "seconds" in key:
@@ -207,7 +213,6 @@ def _common(summaries: Mapping[Path, Summary]) -> list[tuple[str, Rows]]:
 
 
 def _study(study: Study) -> dict[str, object]:
-    plots.style()
     split = report.step_table(study.sizes)
     tables = [("Throughput", report.size_table(study.sizes, study.unit))]
     tables += [("Parts of a step", split)] if split else []

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ class BatchResult:
     values: tuple[float, ...]  # of the metric at the end of each run that has one
     reached: int  # number of runs that have reached the target at their end
     runs: int
-    epochs: float | None  # median until the target; None: fewer than half of the runs reached it
+    epochs: float | None  # median of all runs until the target; None: half did not reach it
     reason: str = ""  # why a run failed
 
     @property
@@ -84,10 +86,11 @@ def make_results(
             continue
         ended = [curve for curve in curves.get(setting, ()) if curve]
         first = [
-            next((point.epochs for point in curve if target.is_reached(point.value)), None)
+            next((point.epochs for point in curve if target.is_reached(point.value)), math.inf)
             for curve in ended
         ]
-        epochs = [number for number in first if number is not None]
+        first += [math.inf] * (len(latest) - len(first))  # failed, or never evaluated
+        epochs = statistics.median(first)
         results.append(
             BatchResult(
                 optimizer=setting.optimizer,
@@ -98,7 +101,7 @@ def make_results(
                 values=tuple(curve[-1].value for curve in ended),
                 reached=sum(target.is_reached(curve[-1].value) for curve in ended),
                 runs=len(latest),
-                epochs=statistics.median(epochs) if 2 * len(epochs) > len(latest) else None,
+                epochs=epochs if math.isfinite(epochs) else None,
                 reason=next((run.reason for run in latest.values() if run.reason), ""),
             )
         )
@@ -205,11 +208,6 @@ def draw(
     results: Sequence[BatchResult], curves: Curves, folder: Path, target: Target
 ) -> list[Path]:
     """Write the metric over the batch, and over the epochs at the largest batch, as PDF and PNG."""
-    from matplotlib import pyplot as plt
-
-    plots.style()
-    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.8), sharey=True)
-    _draw_batches(axes[0], results, target)
     most = max(result.batch for result in results)
     lines = [
         (printable(result.optimizer or f"batch {most}"), runs[0])
@@ -217,8 +215,12 @@ def draw(
         if result.batch == most
         and (runs := [run for run in curves[BatchSetting(result.optimizer, most)] if run])
     ]
-    draw_evaluations(axes[1], lines, target, "epochs")
-    axes[1].set_title(f"global batch {most:,}", loc="left")
+    panels = {
+        "batches": partial(_draw_batches, results=results, target=target),
+        "epochs": partial(draw_evaluations, lines=lines, target=target, over="epochs"),
+    }
+    figure = plots.figure_of(panels, (4.8, 3.8), sharey=True)
+    figure.axes[1].set_title(f"global batch {most:,}", loc="left")
     return plots.save(figure, folder / STEM)
 
 

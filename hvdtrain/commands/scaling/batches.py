@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,6 @@ class BatchRun:
     machine: str = ""
     summary: Summary | None = None
     reason: str = ""  # if there is no summary
-
-    def to_json(self) -> dict[str, object]:
-        """Return the JSON of its line."""
-        content = {**vars(self), "setting": asdict(self.setting)}
-        return {**content, "summary": self.summary and self.summary.to_json()}
 
 
 def read_runs(folder: Path) -> list[BatchRun]:
@@ -176,7 +171,7 @@ class BatchStudy:
             summary=outcome.summary,
             reason=outcome.reason,
         )
-        records.append(self.options.folder / LINES, run.to_json(), _run)
+        records.append(self.options.folder / LINES, records.encode(run), _run)
 
 
 def make_study(options: ScalingOptions, words: Sequence[str]) -> BatchStudy:

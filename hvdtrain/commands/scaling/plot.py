@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib import pyplot as plt
 from matplotlib import ticker
 
 from hvdtrain.commands.scaling.cost_model import efficiency_at
@@ -24,31 +23,23 @@ Bounds = tuple[float, float]
 
 def draw(study: Study, stem: Path) -> list[Path]:
     """Write the plot as PDF and PNG; return the files."""
-    plots.style()
     return plots.save(make_figure(study), stem)
 
 
 def make_figure(study: Study) -> Any:
     """Return the plot, a matplotlib figure."""
-    panels = _panels(study)
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.8))
-    for panel_axes, draw_panel in zip(axes, panels.values(), strict=True):
-        draw_panel(panel_axes)
+    figure = plots.figure_of(_panels(study), (3.3, 3.8))
     figure.suptitle(title(study).replace("; ", ", "), fontsize="small", wrap=True)
     return figure
 
 
 def panel_figures(study: Study) -> Iterator[tuple[str, Any]]:
-    """Yield each panel of the plot as (title, figure)."""
-    for name, draw_panel in _panels(study).items():
-        figure, axes = plt.subplots(figsize=(5.2, 3.6))
-        draw_panel(axes)
-        yield name, figure
+    """Return each panel of the plot as (title, figure)."""
+    return plots.figures_of(_panels(study), (5.2, 3.6))
 
 
-def _panels(study: Study) -> dict[str, Callable[[Any], None]]:
-    """Return the functions that draw the panels into their axes, by title."""
-    panels: dict[str, Callable[[Any], None]] = {
+def _panels(study: Study) -> plots.Panels:
+    panels = {
         "Throughput": partial(_throughput, study),
         "Efficiency": partial(_efficiency, study),
     }

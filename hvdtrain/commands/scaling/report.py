@@ -15,7 +15,7 @@ from hvdtrain.commands.scaling.failures import (
     measured_saves,
     predict_failures,
 )
-from hvdtrain.commands.scaling.fit import UNKNOWN_ERROR, read_reductions
+from hvdtrain.commands.scaling.fit import LEAST_PART, UNKNOWN_ERROR, read_reductions
 from hvdtrain.commands.scaling.results import WIDEST, RankResult, Study, make_study, title
 from hvdtrain.commands.scaling.runs import (
     SPLIT,
@@ -33,7 +33,7 @@ from hvdtrain.commands.study.engine import make_folder
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import Table, entry, known, message, paragraph, table
-from hvdtrain.system.output.text import duration, number, plural, size
+from hvdtrain.system.output.text import bandwidth, duration, number, plural, size
 
 PLOT = "scaling"  # the stem of its files
 SPREAD = ("±", "95 % interval", "95 %")  # columns that belong to the preceding one
@@ -398,19 +398,35 @@ def _costs(study: Study, fit: Fit) -> list[str]:
             f"on several ranks it takes {100 * costs.slowdown:.0f} % longer (shared memory and "
             "caches, waiting for the slowest rank)"
         )
-    if study.traffic:
-        messages, nbytes = study.traffic.messages, study.traffic.nbytes
-        phrases += [
-            f"a step sums {size(nbytes)} in {plural(messages, 'message')}",
-            f"{duration(costs.latency / messages)} per hop and message",
-            f"{nbytes / costs.transfer / 1e9:.2g} GB/s",
-        ]
-    else:
-        phrases += [
-            f"latency {duration(costs.latency)} per hop",
-            f"sending the gradients once takes {duration(costs.transfer)}",
-        ]
+    phrases += _link(study, fit)
     hidden = "latency and bandwidth exclude the time overlapped with computing"
     if costs.overlap:
         hidden = f"{100 * costs.overlap:.0f} % of the reduction is overlapped with computing"
     return [*phrases, hidden]
+
+
+def _link(study: Study, fit: Fit) -> list[str]:
+    """Return latency and bandwidth of the best fit, as phrases, if the runs determine them."""
+    costs, traffic = fit.best.costs, study.traffic
+    largest = max(size.ranks for size in study.sizes if not size.oversubscribed)
+    parts = costs.step(fit.best.law, largest, fit.base, strong=fit.strong)
+    latency, transfer, least = parts.latency, parts.transfer, LEAST_PART * parts.total
+    if costs.overlap:  # fitted to a table of allreduce times, which determines them
+        latency, transfer, least = costs.latency, costs.transfer, 0.0
+    phrases = []
+    if traffic:
+        messages = plural(traffic.messages, "message")
+        phrases.append(f"a step sums {size(traffic.nbytes)} in {messages}")
+    if latency <= least:
+        phrases.append("latency: too small a part of a step to measure")
+    elif traffic:
+        phrases.append(f"{duration(costs.latency / traffic.messages)} per hop and message")
+    else:
+        phrases.append(f"latency {duration(costs.latency)} per hop")
+    if transfer <= least:
+        phrases.append("bandwidth: too small a part of a step to measure")
+    elif traffic:
+        phrases.append(bandwidth(traffic.nbytes / costs.transfer))
+    else:
+        phrases.append(f"sending the gradients once takes {duration(costs.transfer)}")
+    return phrases

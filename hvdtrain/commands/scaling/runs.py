@@ -67,7 +67,7 @@ class MeasuredRun:
     scaling: str = WEAK
     command: tuple[str, ...] = ()
     machine: str = ""  # processor and cores, or GPUs, of a host
-    cores: int | None = None  # of a host; None if unknown, or if GPUs are used
+    cores: int | None = None  # of a host, for this job; None if unknown, or if GPUs are used
     threads: int | None = None  # per rank, if set by the sweep
     ranks_per_host: int | None = None  # that share a host's cores; None: those that run
 
@@ -121,7 +121,7 @@ def _run(content: Any) -> MeasuredRun:
 
 def append_line(path: Path, run: MeasuredRun) -> None:
     """Append a run to a JSON Lines file."""
-    content = {**vars(run), "summary": run.summary.to_json()}
+    content = records.encode(run)
     content["room"] = content.pop("ranks_per_host")
     records.append(path, content, _run)
 

@@ -49,6 +49,7 @@ from hvdtrain.commands.study.engine import (
     run_stem,
 )
 from hvdtrain.commands.submit.job import Job, add_job_options, job_of
+from hvdtrain.commands.submit.site import load_site
 from hvdtrain.commands.submit.submission import submit
 from hvdtrain.config.declare import option
 from hvdtrain.config.values import above_zero, counts, positive
@@ -274,7 +275,8 @@ def submit_sizes(options: ScalingOptions, words: Sequence[str]) -> Report:
     """Submit a job for each size that is not complete, or show its script.
 
     Args:
-        options: those of the sweep; a ``--ppn`` in ``options.submit`` overrides its ``ppn``.
+        options: those of the sweep; a ``--ppn`` in ``options.submit`` overrides its ``ppn``, and
+            without both the GPUs of a node are its ranks.
         words: the command, as typed.
 
     Raises:
@@ -285,6 +287,7 @@ def submit_sizes(options: ScalingOptions, words: Sequence[str]) -> Report:
     if options.hosts or options.hostfile:
         raise UsageError("--submit and --hosts: the batch system allocates the hosts")
     template = _parse(options.submit or "")
+    full = _ranks_per_node(template, options)
     texts: list[str] = []
     jobs = []
     previous = None
@@ -293,7 +296,7 @@ def submit_sizes(options: ScalingOptions, words: Sequence[str]) -> Report:
         if {run.repeat for run in runs}.issuperset(range(1, options.repeat + 1)):
             log.info("%s: no job needed, all runs are complete", plural(ranks, "rank"))
             continue
-        report = submit(_job_request(template, options, words, ranks), previous)
+        report = submit(_job_request(template, options, words, ranks, full), previous)
         previous = next(iter(report.data.get("jobs", ())), None)
         texts.append(report.text)
         jobs.append({"ranks": ranks, **report.data})
@@ -324,9 +327,29 @@ def _parse(options: str) -> Job:
     return job_of(arguments)
 
 
-def _job_request(template: Job, options: ScalingOptions, words: Sequence[str], ranks: int) -> Job:
-    """Return the request to ``hvdtrain submit`` for one size."""
-    full = template.ppn or options.ppn or 1
+def _ranks_per_node(template: Job, options: ScalingOptions) -> int:
+    """Return the ranks of a full node, with the default of ``hvdtrain submit``.
+
+    Raises:
+        UsageError: the ranks of a size do not fill their nodes.
+    """
+    gpus = template.gpus_per_node
+    if gpus is None:
+        gpus = load_site(template.site, os.environ).gpus_per_node
+    full = template.ppn or options.ppn or gpus or 1
+    for ranks in options.ranks:
+        if ranks > full and ranks % full:
+            raise UsageError(
+                f"--ranks {ranks}: must be at most {full}, the ranks per node, or a multiple of it "
+                "(--submit '--ppn K' sets it)"
+            )
+    return full
+
+
+def _job_request(
+    template: Job, options: ScalingOptions, words: Sequence[str], ranks: int, full: int
+) -> Job:
+    """Return the request to ``hvdtrain submit`` for one size; ``full``: ranks of a full node."""
     ppn = min(full, ranks)
     command = ["hvdtrain", "scaling", "--ranks", str(ranks), "--repeat", str(options.repeat)]
     command += ["--strong"] if options.strong else []

@@ -11,6 +11,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,13 +221,11 @@ def target_data(sizes: Sequence[TargetResult], target: Target) -> dict[str, obje
 
 def draw_target(sizes: Sequence[TargetResult], target: Target, folder: Path) -> list[Path]:
     """Write the first run of each size, over epochs and over seconds, as PDF and PNG."""
-    from matplotlib import pyplot as plt
-
-    plots.style()
     lines = [(plural(size.ranks, "rank"), size.evaluated[0]) for size in sizes if size.evaluated]
-    figure, axes = plt.subplots(1, len(OVER), figsize=(9.6, 3.8), sharey=True)
-    for panel_axes, over in zip(axes, OVER, strict=True):
-        draw_evaluations(panel_axes, lines, target, over)
+    panels = {
+        over: partial(draw_evaluations, lines=lines, target=target, over=over) for over in OVER
+    }
+    figure = plots.figure_of(panels, (4.8, 3.8), sharey=True)
     return plots.save(figure, folder / PLOT)
 
 

@@ -7,6 +7,7 @@ variants alternate, so that a slow period affects all of them. The records are t
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
@@ -326,7 +327,7 @@ class HostShare:
     """The machine, and the share of a host that each rank gets in every run."""
 
     machine: str  # description, stored in the records and compared
-    cores: int | None = None  # of a host; None with GPUs
+    cores: int | None = None  # of a host that this process may use; None with GPUs
     threads: int | None = None  # per rank
     ranks_per_host: int | None = None  # to divide the cores among, also where fewer ranks run
 
@@ -334,6 +335,11 @@ class HostShare:
         self, options: StudyOptions, ranks: int, words: Sequence[str], *, bind: bool = True
     ) -> Request:
         """Return the request for ``ranks``; without ``bind``, one process has the whole host."""
+        hosts = None
+        if options.hosts or options.hostfile:
+            named = choose_hosts(options.hosts, options.hostfile, os.environ)
+            used = used_hosts(named, ranks, options.ppn).hosts
+            hosts = ",".join(f"{host.name}:{host.slots}" for host in used)
         return Request(
             ranks,
             words,
@@ -341,8 +347,7 @@ class HostShare:
             threads=self.threads if bind else None,
             ranks_per_host=self.ranks_per_host if bind else None,
             bind=bind,
-            hosts=options.hosts,
-            hostfile=options.hostfile,
+            hosts=hosts,
         )
 
 
@@ -358,7 +363,8 @@ def find_share(options: StudyOptions, sizes: Sequence[int]) -> HostShare:
     if gpus := count_gpus(os.environ):
         return HostShare(f"{plural(gpus, 'GPU')} per host", None, threads, ranks)
     cores = physical_cores()
-    return HostShare(f"{processor()}, {plural(cores, 'core')} per host", cores, threads, ranks)
+    whole = physical_cores(range(os.cpu_count() or 1))  # a batch job may have a part of them
+    return HostShare(f"{processor()}, {plural(whole, 'core')} per host", cores, threads, ranks)
 
 
 def fullest_host(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> int:
@@ -367,5 +373,20 @@ def fullest_host(sizes: Sequence[int], ppn: int | None, hosts: Allocation) -> in
     By default, one rank takes all cores of its host, and two ranks half of them each: then more
     ranks would not be more hardware, and no efficiency could approach 1. Without ``ppn``, ranks
     per host, each host is filled.
+
+    Raises:
+        UsageError: the ranks of a size do not fit.
     """
-    return ppn or max(lay_out(ranks, hosts).per_host for ranks in sizes)
+    layouts = [
+        lay_out(ranks, used_hosts(hosts, ranks, ppn), ppn and min(ppn, ranks)) for ranks in sizes
+    ]
+    return ppn or max(layout.per_host for layout in layouts)
+
+
+def used_hosts(hosts: Allocation, ranks: int, ppn: int | None) -> Allocation:
+    """Return the first hosts, as many as ``ranks`` need; without ``ppn`` all of them.
+
+    ``lay_out`` refuses hosts that the user names and that stay idle, as at the smaller sizes.
+    """
+    count = math.ceil(ranks / min(ppn, ranks)) if ppn else None
+    return replace(hosts, hosts=hosts.hosts[:count])

@@ -23,6 +23,12 @@ Record = TypeVar("Record")
 INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
+def encode(record: Any) -> dict[str, object]:
+    """Return the JSON of a dataclass; a ``summary`` is that of a trainer, null for NaN."""
+    content = dataclasses.asdict(record)
+    return {**content, "summary": record.summary.to_json()} if content.get("summary") else content
+
+
 def decode(kind: type[Record], content: Any) -> Record:
     """Return the dataclass in the JSON of a line; a ``summary`` is checked as that of a trainer.
 

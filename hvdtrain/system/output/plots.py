@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#000000", "#CC79A7", "#D55E00", "#5
 LINES = ("-", "--", "-.", ":", (0, (8, 2)), (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "x", "P")
 GREY = "#666666"  # for anything but measurements: ideal lines, notes
+
+Panels = Mapping[str, Callable[[Any], None]]  # functions that draw into axes, by title
+Size = tuple[float, float]  # width and height
 
 SETTINGS: dict[str, object] = {
     "figure.figsize": (6.4, 4.0),  # inches
@@ -65,6 +69,24 @@ def series(number: int) -> dict[str, object]:
     """Return the arguments of ``axes.plot`` for a series, numbered from 0."""
     index = number % len(COLOURS)
     return {"color": COLOURS[index], "linestyle": LINES[index], "marker": MARKERS[index]}
+
+
+def figure_of(panels: Panels, size: Size, *, sharey: bool = False) -> Any:
+    """Return a figure of the panels side by side, each of ``size`` inches, without their titles."""
+    import matplotlib.pyplot as plt
+
+    style()
+    shape = {"figsize": (size[0] * len(panels), size[1]), "squeeze": False, "sharey": sharey}
+    figure, axes = plt.subplots(1, len(panels), **shape)
+    for panel, draw in zip(axes[0], panels.values(), strict=True):
+        draw(panel)
+    return figure
+
+
+def figures_of(panels: Panels, size: Size) -> Iterator[tuple[str, Any]]:
+    """Yield each panel as (title, figure); the caller closes the figures."""
+    for title, draw in panels.items():
+        yield title, figure_of({title: draw}, size)
 
 
 def save(figure: Any, stem: Path) -> list[Path]:

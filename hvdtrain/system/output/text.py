@@ -22,12 +22,21 @@ def page(name: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with three significant digits, e.g. ``50.1 ms``."""
+    """Return a duration with three significant digits, e.g. ``50.1 ms``; below 10 µs with two."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):
         if abs(seconds) >= 0.9995 * factor:
             value = seconds / factor
             return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
-    return f"{seconds * 1e6:.0f} µs"
+    value = seconds * 1e6
+    return f"{value:.2g} µs" if abs(value) < 9.95 else f"{value:.0f} µs"
+
+
+def bandwidth(bytes_per_second: float) -> str:
+    """Return a bandwidth with three significant digits, e.g. ``1.25 GB/s``, ``400 MB/s``."""
+    for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s")):
+        if bytes_per_second >= 0.9995 * factor:
+            return f"{bytes_per_second / factor:.3g} {unit}"
+    return f"{bytes_per_second / 1e3:.3g} kB/s"
 
 
 def about(seconds: float) -> str:

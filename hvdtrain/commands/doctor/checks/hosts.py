@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, warning_if
-from hvdtrain.commands.launch.hosts import BATCH_SYSTEMS, Allocation, find_allocation
+from hvdtrain.commands.launch.hosts import BATCH_SYSTEMS, Allocation, find_allocation, lay_out
+from hvdtrain.commands.launch.prepare import Request
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.network import is_this_host
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
 
 SUBMITTERS = {"sbatch": "Slurm", "qsub": "PBS", "bsub": "LSF"}
+OTHERS = "other hosts"
 SSH = 22
 TIMEOUT = 3.0  # seconds, per host
 AT_ONCE = 32  # number of hosts probed at the same time
@@ -50,6 +52,19 @@ def local_slots(allocation: Allocation, local: Collection[str]) -> int:
     return max(1, sum(host.slots for host in allocation.hosts if is_this_host(host.name, local)))
 
 
+def ranks_here(request: Request | None, allocation: Allocation, local: Collection[str]) -> int:
+    """Return the number of ranks on this host, at least 1: the requested ones, or its slots."""
+    if request is None:
+        return local_slots(allocation, local)
+    if not allocation.hosts:
+        return request.ranks
+    try:
+        hosts = lay_out(request.ranks, allocation, request.ppn).hosts
+    except UsageError:  # starting the ranks reports it
+        return local_slots(allocation, local)
+    return max(1, sum(host.slots for host in hosts if is_this_host(host.name, local)))
+
+
 def batch_findings(batch: BatchSystem, local: Collection[str]) -> Iterator[Finding]:
     """Judge the scheduler and the nodefile."""
     hosts = batch.allocation.hosts
@@ -82,8 +97,10 @@ def other_hosts(allocation: Allocation, local: Collection[str]) -> Finding:
     """Probe the other hosts of the job, if this host belongs to it."""
     names = [host.name for host in allocation.hosts]
     others = [name for name in names if not is_this_host(name, local)]
-    answers = probe_hosts(others) if len(others) < len(names) else {}
-    return answer_finding(answers, allocation.source)
+    if names and len(others) == len(names):
+        evidence = f"{_list(names)}: not contacted, as this host is not among them"
+        return Finding(OTHERS, ABSENT, evidence)
+    return answer_finding(probe_hosts(others), allocation.source)
 
 
 def probe_hosts(names: Sequence[str], port: int = SSH) -> dict[str, str]:
@@ -105,14 +122,13 @@ def probe_host(name: str, port: int) -> str:
 
 def answer_finding(answers: Mapping[str, str], source: str) -> Finding:
     """Judge the answers of the other hosts of a job; ``source``: of its allocation."""
-    check = "other hosts"
     if not answers:
-        return Finding(check, ABSENT, "none in this job")
+        return Finding(OTHERS, ABSENT, "none in this job")
     named = {kind: [name for name, answer in answers.items() if answer == kind] for kind in KINDS}
     bad = [f"{_list(named[kind])}: {kind}" for kind in (UNKNOWN, SILENT) if named[kind]]
     if bad:
         remedy = "exclude them (hvdtrain launch --hosts), and report them to the administrators"
-        return Finding(check, ERROR, "; ".join(bad), remedy)
+        return Finding(OTHERS, ERROR, "; ".join(bad), remedy)
     if named[NO_SSH]:
         # The batch system's daemons may start ranks as well: then ssh is not needed.
         evidence = f"{_list(named[NO_SSH])}: reachable, without ssh"
@@ -121,5 +137,5 @@ def answer_finding(answers: Mapping[str, str], source: str) -> Finding:
             if source in BATCH_SYSTEMS
             else "start sshd there: mpirun needs it"
         )
-        return Finding(check, WARNING, evidence, remedy)
-    return Finding(check, OK, f"{_list(list(answers))}: answer{'s' if len(answers) == 1 else ''}")
+        return Finding(OTHERS, WARNING, evidence, remedy)
+    return Finding(OTHERS, OK, f"{_list(list(answers))}: answer{'s' if len(answers) == 1 else ''}")

@@ -107,4 +107,7 @@ def agreement(facts: MpiFacts, users: Mapping[str, Loaded]) -> Finding:
         evidence = f"mpirun is {mpi.version}, the library {version} ({path}): may work"
         remedy = f"use the mpirun that belongs to the library, or {REBUILD}"
         return Finding(check, WARNING, evidence, remedy)
-    return Finding(check, OK, f"mpirun, {', '.join(users)}: {identity}")
+    names = ", ".join(["mpirun"] * bool(starter) + [*users])
+    if mpi is None:
+        return Finding(check, ABSENT, f"no mpirun to compare with; {names}: {identity}")
+    return Finding(check, OK, f"{names}: {identity}")

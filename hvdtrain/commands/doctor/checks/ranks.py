@@ -23,7 +23,7 @@ from hvdtrain.steps.integrity import Device, RankFacts, check_devices, check_sof
 from hvdtrain.system.machine.network import is_this_host
 from hvdtrain.system.machine.threads import THREADS, threads_per_rank
 from hvdtrain.system.output.tables import message, table
-from hvdtrain.system.output.text import plural, size
+from hvdtrain.system.output.text import bandwidth, duration, plural, size
 from hvdtrain.system.runtime.command import TIMED_OUT, CommandResult
 
 T = TypeVar("T")
@@ -219,23 +219,7 @@ def allreduce_text(report: AllreduceTimes) -> str:
     for rows in zip(*backends.values(), strict=True):
         cells.append([size(rows[0]["bytes"]).rjust(MESSAGE)])
         for row in rows:
-            rates = [show_rate(row[f"{kind}_gb_per_second"]) for kind in kinds]
-            cells[-1] += [show_seconds(row["seconds"]), *rates]
+            rates = [bandwidth(1e9 * row[f"{kind}_gb_per_second"]) for kind in kinds]
+            cells[-1] += [duration(row["seconds"]), *rates]
     times = table(["message".rjust(MESSAGE), *header], cells, joined=kinds.values())
     return f"{message(f'allreduce over {world}: median time, {shown}')}\n{times}"
-
-
-def show_rate(gigabytes: float) -> str:
-    """Return a bandwidth in GB/s as text, e.g. 4 kB/s, 400 MB/s, 1.25 GB/s."""
-    return _scaled(gigabytes, {1.0: "GB/s", 1e3: "MB/s", 1e6: "kB/s"})
-
-
-def show_seconds(seconds: float) -> str:
-    """Return a time as text, e.g. 5.7 µs, 1.08 ms, 2.1 s."""
-    return _scaled(seconds, {1.0: "s", 1e3: "ms", 1e6: "µs"})
-
-
-def _scaled(value: float, units: Mapping[float, str]) -> str:
-    """Return three significant digits, in the largest unit with a value of at least 1."""
-    factor = next((factor for factor in units if value * factor >= 0.9995), max(units))
-    return f"{value * factor:.3g} {units[factor]}"

@@ -214,8 +214,8 @@ def _composition(records: Records, single_rank: Record | None, evidence: str) ->
             return row(5, False, f"{evidence}; but Horovod reduced nothing")
         part = 0.0 if records[0].hvdtrain else _part(np.array(local), single_rank)
         return _combination(np.array(updates[0].applied), np.array(local), evidence, part=part)
-    if reduced:
-        return row(5, True, f"{evidence}; the local gradients were not seen")
+    if reduced:  # perhaps to their sum, or to the mean over some of the ranks
+        evidence += "; reduced, but the local gradients were not seen"
     return not_seen(5, evidence)
 
 

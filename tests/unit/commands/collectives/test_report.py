@@ -107,7 +107,7 @@ def test_a_table_per_collective_with_ratios_and_fits() -> None:
         ["4 B", "2 µs", "30 µs (15x)"],
         ["1.0 MiB", "4.00 ms", "6.00 ms (1.50x)"],
         ["latency", "-", "30 µs"],
-        ["bandwidth", "0.25 GB/s", "-"],
+        ["bandwidth", "250 MB/s", "-"],
     ]
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot as plt
 
 from hvdtrain import cli
 from hvdtrain.commands.compare import plot
@@ -25,6 +26,7 @@ from hvdtrain.commands.compare.table import (
 )
 from hvdtrain.commands.compare.trials import LARGEST, LINES, Trial
 from hvdtrain.commands.compare.verb import report
+from hvdtrain.commands.study import records
 from hvdtrain.commands.study.engine import run_stem
 from hvdtrain.errors import UsageError
 from tests.studies import (
@@ -49,7 +51,7 @@ THREE = [
 
 def write(folder: Path, trials: list[Trial]) -> None:
     """Write the files of ``compare``, with a loss of 1 / step, and twice that for ddp."""
-    lines = [json.dumps(record.to_json()) + "\n" for record in trials]
+    lines = [json.dumps(records.encode(record)) + "\n" for record in trials]
     (folder / LINES).write_text("".join(lines))
     (folder / "runs").mkdir()
     for record in trials:
@@ -109,6 +111,7 @@ def test_the_table_has_no_empty_columns() -> None:
     ]
     assert cells[1][:6] == ("ddp", "2", "250.00", "150.00 ... 500.00", "2.50", "6.00 s")
     assert [name for name, _ in notes(header)] == [n for n in header if n not in header[:3]]
+    assert dict(notes(header))["busy"].startswith("of the GPU, or of the cores of a rank")
     assert headline(THREE) == (
         "mnist small pytorch fp32, global batch 64 in every row, 1 thread per rank, a machine"
     )
@@ -193,7 +196,7 @@ def test_no_marker_is_cut_off() -> None:
             assert len(points) == 2
         else:
             assert max(bar.get_width() for bar in axes.patches) < right
-        plot.plt.close(figure)
+        plt.close(figure)
 
 
 def test_the_time_to_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

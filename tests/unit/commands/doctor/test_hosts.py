@@ -14,6 +14,7 @@ from hvdtrain.commands.doctor.checks import hosts, ranks
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.doctor.rank_report import RankReport, WorldReport
 from hvdtrain.commands.launch.hosts import Allocation, Host
+from hvdtrain.commands.launch.prepare import Request
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult
 from tests.unit.commands.doctor.doctor import PLENTY, assert_finding, by_check
 
@@ -37,6 +38,34 @@ def test_a_job(here: str, state: str) -> None:
     assert findings["hosts of the job"].state == state
     assert "node1.cluster:4, node2:4, 8 slots" in findings["hosts of the job"].evidence
     assert hosts.local_slots(PBS, {here}) == (4 if state == OK else 1)
+
+
+NAMED = Allocation("--hosts", (Host("node1", 1), Host("node2", 1)))
+
+
+@pytest.mark.parametrize(
+    ("planned", "allocation", "number"),
+    [
+        (None, Allocation("none"), 1),
+        (None, PBS, 4),
+        (Request(8, ()), Allocation("none"), 8),
+        (Request(8, (), ppn=4), NAMED, 4),  # more than the slots, as requested
+        (Request(2, ()), PBS, 2),  # fewer than the slots
+        (Request(6, ()), PBS, 4),
+        (Request(4, ()), Allocation("PBS", (Host("node2", 4), Host("node1", 4))), 1),  # no rank
+        (Request(9, ()), PBS, 4),  # do not fit
+    ],
+)
+def test_the_ranks_on_this_host(
+    planned: Request | None, allocation: Allocation, number: int
+) -> None:
+    assert hosts.ranks_here(planned, allocation, {"node1"}) == number
+
+
+def test_hosts_without_this_one_are_not_contacted() -> None:
+    finding = hosts.other_hosts(NAMED, {"login"})
+    assert_finding(finding, ABSENT, "node1, node2: not contacted, as this host is not among them")
+    assert_finding(hosts.other_hosts(Allocation("none"), {"login"}), ABSENT, "none in this job")
 
 
 def test_a_missing_nodefile_is_an_error(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
+from hvdtrain.commands.study import records
 from hvdtrain.system.files import MOST_READ
 from tests.studies import DDP, WORDS, summary, trial
 
@@ -85,7 +86,7 @@ def sweep_line(**changed: Any) -> str:
 
 def trial_line(**changed: Any) -> str:
     """Return a line of a comparison; ``changed``: its keys."""
-    return json.dumps({**trial(DDP).to_json(), **changed})
+    return json.dumps({**records.encode(trial(DDP)), **changed})
 
 
 RECORDS = [  # the second of three lines

@@ -155,6 +155,14 @@ def test_the_report(tmp_path: Path) -> None:
     assert "nan" not in report.text
 
 
+def test_runs_that_miss_the_target_count_in_the_median_of_the_epochs(tmp_path: Path) -> None:
+    setting, late = BatchSetting("sgd", 16), [0.1, 0.2, 0.95]
+    for repeat, values in enumerate(([0.95], late, [0.1]), 1):
+        finish(tmp_path, setting, repeat, values)
+    (row,) = batch_report.report(tmp_path, TARGET).data["rows"]
+    assert row["epochs"] == 3  # not 2, as of the runs that reach it
+
+
 def test_a_study_of_another_kind_is_not_continued(tmp_path: Path) -> None:
     finish(tmp_path, BatchSetting("sgd", 16), 1, [0.95])
     with pytest.raises(UsageError, match="--epochs was 2, now 3"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from matplotlib import pyplot as plt
 from hvdtrain import cli
 from hvdtrain.commands.scaling import plot
 from hvdtrain.commands.scaling.cost_model import efficiency_at
-from hvdtrain.commands.scaling.report import report, study_text
+from hvdtrain.commands.scaling.report import fit_text, report, study_text
 from hvdtrain.commands.scaling.results import WIDEST, Study, make_study, summarize
 from hvdtrain.commands.scaling.runs import LINES, MeasuredRun, append_line
 from hvdtrain.commands.scaling.sweep import ScalingOptions
@@ -51,6 +52,28 @@ def table(tmp_path: Path, text: str = TUTORIAL) -> str:
     file = tmp_path / "measured.csv"
     file.write_text(text)
     return str(file)
+
+
+@pytest.mark.parametrize(
+    ("exposed", "phrase", "absent"),
+    [
+        ((0.0, 0.01, 0.03, 0.07), "bandwidth: too small a part of a step to measure", "GB/s"),
+        ((0.0, 0.01, 0.015, 0.0175), "latency: too small a part of a step to measure", "per hop"),
+    ],
+)
+def test_a_part_that_the_fit_cannot_determine_has_no_value(
+    exposed: tuple[float, ...], phrase: str, absent: str
+) -> None:
+    """The exposed seconds are those of the hops, or those of the bytes, of a ring alone."""
+    runs = []
+    for ranks, communication in zip((1, 2, 4, 8), exposed, strict=True):
+        split = {"data": 0.0, "compute": 0.1, "communication": communication, "waiting": 0.0}
+        rate = 64 * ranks / (0.1 + communication)
+        messages = {"count": 4, "bytes": 10**8}
+        runs.append(run(ranks, 1, rate, step_split=split, gradient_messages=messages))
+    study = make_study(runs, "weak")
+    assert phrase in fit_text(study) and absent not in fit_text(study)
+    assert phrase in fit_text(replace(study, traffic=None))
 
 
 def test_the_tutorials_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,6 +202,22 @@ def test_each_size_is_a_job(scripts: Any) -> None:
         assert "--global-batch-size 16" in job["script"]
 
 
+def test_a_node_has_as_many_ranks_as_gpus(scripts: Any, tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("gpus_per_node: 4\ngpu_resource: ngpus\n")
+    submit = f"--walltime 1:00:00 --scheduler pbs --site {site}"
+    assert ":mpiprocs=4:ngpus=4\n" in scripts(submit, ranks=(8,))[0]["script"]
+    for words, count in (("--gpus-per-node 2", 2), ("--ppn 1", 1)):  # before those of the site
+        text = scripts(f"{submit} {words}", ranks=(8,))[0]["script"]
+        assert f"#PBS -l select={8 // count}:ncpus={count}:mpiprocs={count}:" in text
+        assert f" --ppn {count} " in text
+
+
+def test_a_size_that_does_not_fill_its_nodes_is_reported(scripts: Any) -> None:
+    with pytest.raises(UsageError, match="--ranks 6: must be at most 4, the ranks per node, or a"):
+        scripts("--walltime 1:00:00 --ppn 4 --scheduler pbs", ranks=(4, 6))
+
+
 def test_each_job_waits_for_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

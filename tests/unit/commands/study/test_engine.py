@@ -21,12 +21,14 @@ from hvdtrain.commands.study.engine import (
     StudyOptions,
     Variant,
     classify_failure,
+    find_share,
     fullest_host,
     measure,
     time_left,
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
+from hvdtrain.system.machine import limits
 from hvdtrain.system.runtime.command import Command, CommandResult
 
 NAMES = st.lists(st.sampled_from("abcdef"), min_size=1, unique=True)
@@ -94,7 +96,7 @@ def test_a_variant_without_a_result_is_not_run_again(
 def test_a_run_is_a_request_to_launch() -> None:
     share = HostShare("a machine", 4, threads=3, ranks_per_host=4)
     options = StudyOptions(ppn=4, hosts="a:4,b:4")
-    expected = {"ppn": 2, "hosts": "a:4,b:4"}  # not more than the ranks
+    expected = {"ppn": 2, "hosts": "a:4"}  # not more than the ranks, no host without a rank
     assert share.request(options, 2, ("x",)) == Request(
         2, ("x",), threads=3, ranks_per_host=4, **expected
     )
@@ -211,6 +213,47 @@ def test_the_fullest_host_determines_the_ranks_per_host(
     sizes: tuple[int, ...], ppn: int | None, hosts: tuple[Host, ...], ranks_per_host: int
 ) -> None:
     assert fullest_host(sizes, ppn, Allocation("PBS", hosts)) == ranks_per_host
+    if hosts:  # named hosts may be used in part
+        assert fullest_host(sizes, ppn, Allocation("--hosts", hosts)) == ranks_per_host
+
+
+def test_named_hosts_are_used_in_part(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a:4\nb slots=4\n")
+    share = HostShare("a machine", 4, threads=1, ranks_per_host=4)
+    for options in (StudyOptions(ppn=4, hosts="a:4,b:4"), StudyOptions(ppn=4, hostfile=file)):
+        hosts = [share.request(options, ranks, ("x",)).hosts for ranks in (2, 4, 8)]
+        assert hosts == ["a:4", "a:4", "a:4,b:4"]
+    assert share.request(StudyOptions(hosts="a:4,b:4"), 2, ("x",)).hosts == "a:4,b:4"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ppn", "hosts", "message"),
+    [
+        ((1, 2, 4), 2, Allocation("none"), "-n 4 --ppn 2: only this machine"),
+        ((4, 6), 4, Allocation("PBS", FOUR), "-n 6 is not --ppn 4 times"),
+        ((8, 12), 4, Allocation("--hosts", FOUR), "-n 12 is not --ppn 4 times the 2 hosts"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_reported_before_the_first_run(
+    sizes: tuple[int, ...], ppn: int, hosts: Allocation, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        fullest_host(sizes, ppn, hosts)
+
+
+def test_jobs_with_unequal_parts_of_a_host_are_on_the_same_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A batch system may confine each job of a study to the cores that it requested."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(limits, "_topology", lambda _, cpu, file: str(cpu))  # a core per CPU
+    shares = []
+    for ranks in (1, 2):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, count=ranks: set(range(count)))
+        shares.append(find_share(StudyOptions(ppn=2), (ranks,)))
+    assert [share.cores for share in shares] == [1, 2]
+    assert shares[0].machine == shares[1].machine
 
 
 @given(OPTIONS)

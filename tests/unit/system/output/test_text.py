@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.system.output.text import duration, percent, plural, rank_list, short, size
+from hvdtrain.system.output.text import bandwidth, duration, percent, plural, rank_list, short, size
 
 CASES: dict[Callable[[Any], str], dict[Any, str]] = {
     duration: {
         0: "0 µs",
         1e-6: "1 µs",
+        5.74e-6: "5.7 µs",
+        9.96e-6: "10 µs",
         0.0009994: "999 µs",
         0.0009996: "1.00 ms",
         0.0501: "50.1 ms",
@@ -21,6 +23,14 @@ CASES: dict[Callable[[Any], str], dict[Any, str]] = {
         0.9996: "1.00 s",
         75.26: "75.3 s",
         1234.5: "1234 s",
+    },
+    bandwidth: {
+        0: "0 kB/s",
+        200: "0.2 kB/s",
+        4000: "4 kB/s",
+        4e8: "400 MB/s",
+        999.6e6: "1 GB/s",
+        12.5e9: "12.5 GB/s",
     },
     size: {
         0: "0 B",

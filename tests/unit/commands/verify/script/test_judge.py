@@ -309,6 +309,12 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
         "scale_learning_rate gives 0.1 x 2",
     ),
     "another rule": (4, [each(**rates(0.17))], NOT_SEEN, "x 1.7, no known rule"),
+    "reduced, but to what is unknown": (
+        5,
+        [updates(applied=SUM, local=None)],
+        NOT_SEEN,
+        "; reduced, but the local gradients were not seen",
+    ),
     "uneven parts": (5, [updates(applied=UNEVEN)], OK, "0.6, 0.4 times the local"),
     "Adasum, the rate": (4, ADASUM, NOT_SEEN, "Adasum"),
     "Adasum, the gradients": (5, ADASUM, NOT_SEEN, "Adasum"),
