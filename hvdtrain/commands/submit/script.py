@@ -84,7 +84,7 @@ def _environment(job: Job, site: Site) -> Lines:
 def _end_of_job(job: Job) -> Lines:
     query = f"python -m hvdtrain.system.runtime.walltime {show_clock(job.seconds)}"
     return [
-        "# With --checkpoint-dir the trainers save before the end of the job, and exit with 75. The",
+        "# With --checkpoint-dir trainers save before the end of the job, and exit with 75. The",
         "# end is queried from the batch system; if that fails, it is now plus the walltime.",
         f"HVDTRAIN_WALLTIME_ENDS=$({query})",
         "export HVDTRAIN_WALLTIME_ENDS",
