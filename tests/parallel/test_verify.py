@@ -128,7 +128,7 @@ def test_a_correct_script_of_a_user(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.out + outcome.err[-3000:]
     assert set(states(outcome).values()) == {"ok"}, outcome.out
     assert "linear rule, x 2" in evidence(outcome, 4)
-    assert "rank 0 wrote 1 file" in evidence(outcome, 7)
+    assert "1 file by rank 0" in evidence(outcome, 7)
     assert (tmp_path / "x y.pt").is_file()
     assert "rank 1: loss" in outcome.err  # what the script prints is not the result
 

@@ -110,8 +110,9 @@ def judge_gradient(all_ranks: list[Facts]) -> StepRow:
     holds = between <= ROUNDING * scale and to_whole <= ROUNDING * scale
     counts = ", ".join(by_rank(step, "+") for step in shares(len(all_ranks)))
     evidence = (
-        f"max difference between ranks {number(between)}, to the global batch {number(to_whole)}; "
-        f"{plural(len(all_ranks), 'rank')}, {all_ranks[0]['tensors']} tensors, samples {counts}"
+        f"max difference: between ranks {number(between)}, to the gradient of the global batch "
+        f"{number(to_whole)} ({plural(len(all_ranks), 'rank')}, {all_ranks[0]['tensors']} tensors; "
+        f"samples per rank {counts})"
     )
     to_root = [largest(gradients - applied[0]) for gradients in applied]
     different = [rank for rank, value in enumerate(to_root) if not value <= ROUNDING * scale]

@@ -189,12 +189,13 @@ def writers(records: Records) -> StepRow:
         path, ranks = next(iter(shared.items()))
         more = f" and {plural(len(shared) - 1, 'other file')}" if len(shared) > 1 else ""
         return row(7, False, f"{rank_list(ranks)} wrote {path}{more}")
-    counts = "; ".join(
-        f"rank {rank} wrote {plural(len(record.written), 'file')}"
+    counts = ", ".join(
+        f"{plural(len(record.written), 'file')} by rank {rank}"
         for rank, record in enumerate(records)
         if record.written
     )
-    return row(7, True, f"{counts}, none in common: {next(iter(by_path))}", files=len(by_path))
+    evidence = f"no file was written by two ranks: {counts}, e.g. {next(iter(by_path))}"
+    return row(7, True, evidence, files=len(by_path))
 
 
 def metrics(records: Records) -> StepRow:

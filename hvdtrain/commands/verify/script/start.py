@@ -185,8 +185,9 @@ def report(result: ScriptResult, options: argparse.Namespace, ranks: int) -> Rep
     failed = sum(row.state == FAILED for row in result.rows)
     unseen = [row.step for row in result.rows if row.state == NOT_SEEN]
     more = _more(options, ranks) if unseen and not result.broken else None
-    end = f"{failed} of 8 steps failed" if failed else "nothing failed"
+    end = f"{failed} of 8 steps failed" if failed else "all steps took effect"
     if unseen:
+        end = end if failed else "nothing failed"
         end += ", " if failed else ", but this is no pass: "
         end += f"{len(unseen)} of 8 not seen ({', '.join(map(str, unseen))})"
         end += "; to see more, run it to its end:" if more else ""

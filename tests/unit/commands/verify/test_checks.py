@@ -209,8 +209,8 @@ def gradients(size: int) -> list[dict[str, Any]]:
 def test_gradients() -> None:
     row = judge_gradient(gradients(3))
     assert row.state == OK
-    assert row.evidence.startswith("max difference between ranks 0, ")
-    assert row.evidence.endswith("3 ranks, 2 tensors, samples 1+3+5, 0+3+5, 1+3+0")
+    assert row.evidence.startswith("max difference: between ranks 0, ")
+    assert row.evidence.endswith("(3 ranks, 2 tensors; samples per rank 1+3+5, 0+3+5, 1+3+0)")
     facts = gradients(3)
     facts[1]["applied"][2][0] = 1e-7
     row = judge_gradient(facts)

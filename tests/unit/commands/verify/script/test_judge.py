@@ -181,7 +181,7 @@ def test_a_correct_script() -> None:
         "0.2 in 5 updates on 2 ranks, 0.1 on one rank: linear rule, x 2",
         "max difference between ranks 0 over 5 updates, 4 tensors; to the mean",
         "broadcast_parameters; max difference to rank 0 before update 1: 0, 2 ranks, 4 tensors",
-        "rank 0 wrote 1 file",
+        "1 file by rank 0",
         "loss: 1, 2 by rank, 1.5 on all after the reduction",
     ]
     for step, (row, fragment) in enumerate(zip(judged(), fragments, strict=True), start=1):
@@ -353,7 +353,7 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
     "nothing to go by": (3, [without(1)], NOT_SEEN, "no sampler and no shard call"),
     "a sampler that pads": (3, [showing("0-1", "0-2", "0-3", "0-4")], OK, "4 of"),
     "duplicates in the data": (3, [showing("0-1")], OK, "1 of 160"),
-    "each its own file": (7, [on(1, written=["/work/log.1"])], OK, "in common"),
+    "each its own file": (7, [on(1, written=["/work/log.1"])], OK, "by two ranks"),
     "no file": (7, [on(0, written=[])], NOT_SEEN, "in 5 updates"),
     "no metric": (8, [each(metrics=[])], NOT_SEEN, "in 5 updates"),
     "a rank that gathers no value": (
