@@ -22,7 +22,7 @@ from hvdtrain.adapters.state_view import HostCopies, StateView, digests_of
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
+from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, check_keys
 from hvdtrain.system.machine.limits import GIB, available_memory
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.system.runtime.waits import Waits, together
@@ -318,10 +318,12 @@ def _check_saved(directory: Path, state: JsonValues) -> None:
     for name, value in state.items():
         try:
             json.dumps(value)
+            if name != "metrics":  # for reading only
+                check_keys({name: value})
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"save_checkpoint: state[{name!r}] is no JSON value ({error}): use numbers, "
-                "strings, lists or dicts, e.g. float(loss) or tensor.tolist()"
+                "strings, lists or dicts with text keys, e.g. float(loss) or tensor.tolist()"
             ) from None
     if directory.suffix in FILES:
         raise UsageError(

@@ -95,6 +95,19 @@ def write(path: Path, arrays: Arrays) -> Written:
     return Written(path.name, file.close(), {name: array.nbytes for name, array in arrays.items()})
 
 
+def check_keys(value: Any) -> None:
+    """Raise ``TypeError`` for a key, at any depth, that JSON would turn into text."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"JSON turns the key {key!r} into text")
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return
+    for item in value:
+        check_keys(item)
+
+
 def _digest_of_state(state: State) -> str:
     # Of all entries except this digest.
     digests = {name: value for name, value in state["sha256"].items() if name != STATE_FILE}
@@ -125,7 +138,8 @@ def seal(folder: Path, files: list[Written], state: State) -> None:
         if [file.name for file in here] != [kind]:
             _write_file(folder / f"{kind}.index.json", _index(here))
     digests = {file.name: file.sha256 for file in files}
-    content = {**state, "format": FORMAT, "sha256": digests}
+    # As it is loaded: keys that are not text would be sorted differently in the digest.
+    content = {**json.loads(json.dumps(state)), "format": FORMAT, "sha256": digests}
     digests[STATE_FILE] = _digest_of_state(content)
     _write_file(folder / STATE_FILE, json.dumps(content, indent=1).encode())
     flush(folder)

@@ -128,6 +128,41 @@ def test_odd_tensors_with_correct_checksums_are_refused(
         hvd.load_checkpoint(tmp_path, *make(2))
 
 
+def test_a_scheduler_is_resumed_without_its_milestones(
+    started: Callable[[CommonAdapter], CommonAdapter], tmp_path: Path
+) -> None:
+    """As docs/own.md shows: with the milestones as text it would never decay the rate again."""
+    torch = pytest.importorskip("torch")
+    hvd = started(adapter("pytorch", "single", environ={}))
+
+    def begin() -> tuple[Any, Any, Any]:
+        model, optimizer = pytorch(2)
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
+
+    def rates(scheduler: Any) -> list[float]:
+        values = []
+        for _ in range(2):
+            scheduler.optimizer.step()
+            scheduler.step()
+            values += scheduler.get_last_lr()
+        return values
+
+    *trained, scheduler = begin()
+    seen = rates(scheduler)
+    whole = {"step": 2, "scheduler": scheduler.state_dict()}
+    with pytest.raises(UsageError, match=r"state\['scheduler'\] is no JSON value .*the key 1 into"):
+        hvd.save_checkpoint(tmp_path, *trained, state=whole)
+    assert not list(tmp_path.iterdir())
+    kept = {k: v for k, v in scheduler.state_dict().items() if k != "milestones"}
+    hvd.save_checkpoint(tmp_path, *trained, state={"step": 2, "lr": seen[-1], "scheduler": kept})
+    model, optimizer, scheduler = begin()
+    state = hvd.resume(tmp_path, model, optimizer)
+    assert state
+    scheduler.load_state_dict(state["scheduler"])
+    optimizer.param_groups[0]["lr"] = state["lr"]
+    assert seen + rates(scheduler) == pytest.approx([0.01, 0.01, 0.001, 0.001])
+
+
 @pytest.mark.parametrize("state", [{}, {"seeds": 3, "learning_rate": 0.1}, {"seeds": [[[1]]]}])
 def test_a_checkpoint_of_a_trainer_is_not_resumed_by_fit(
     state: dict[str, Any],

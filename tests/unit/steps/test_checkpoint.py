@@ -142,6 +142,18 @@ def test_no_key_of_a_user_makes_a_checkpoint_unreadable(tmp_path: Path) -> None:
     assert checkpoint is not None and checkpoint.state["step"] == 1
 
 
+@pytest.mark.parametrize("keys", [(2, 10), (1, "all", None)])
+def test_keys_that_are_not_text_are_loaded_as_text(tmp_path: Path, keys: tuple[Any, ...]) -> None:
+    """A task may have metrics by class or epoch; 2 is less than 10, but its text is not."""
+    metrics = {"per_class": dict.fromkeys(keys, 0.5)}
+    save(tmp_path, Checkpoint({}, {}, {"step": 1, "metrics": metrics}), keep=1)
+    checkpoint = load_newest(tmp_path)
+    assert checkpoint is not None
+    assert list(checkpoint.state["metrics"]["per_class"]) == [
+        {None: "null"}.get(key, str(key)) for key in keys
+    ]
+
+
 @pytest.mark.parametrize("name", ["absent", "empty"])
 def test_no_checkpoint_is_none(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
