@@ -137,7 +137,9 @@ class StateAdapter(Adapter):
         view = self.view(model, optimizer)
         copies = None if wait else self._room_for_copies(view, optimizer)
         local = view.local_buffers()
-        ranks = gather_buffers(self.data_communicator, local, self._seen) if local else {}
+        # A pipeline's first stage writes the sample counts, also if only a later one has buffers.
+        has_ranks = bool(local) or self.world.stages > 1
+        ranks = gather_buffers(self.data_communicator, local, self._seen) if has_ranks else {}
         self.communicator.wait_for_all()  # nothing is written if some ranks do not make this call
         state = {**state, "world_size": self.world.size}
         with self.averaged_buffers(model):
