@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import CheckpointError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps import checkpoint_files
 from hvdtrain.steps.checkpoint import check_origin, load_newest, newest_name, save, set_aside
 from hvdtrain.steps.checkpoint_files import (
     MODEL_FILE,
@@ -526,9 +527,33 @@ def replace_file(folder: Path, name: str, data: bytes) -> None:
     """Replace a file as an attacker would, with correct checksums."""
     state = json.loads((folder / STATE_FILE).read_bytes())
     state["sha256"][name] = hashlib.sha256(data).hexdigest()
+    write_state(folder, state)
+    (folder / name).write_bytes(data)
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write a state with its correct checksum."""
     state["sha256"][STATE_FILE] = _digest_of_state(state)
     (folder / STATE_FILE).write_text(json.dumps(state))
-    (folder / name).write_bytes(data)
+
+
+def test_a_file_is_read_once_whatever_its_names(
+    two: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest, hashed = two / "step-000000002", []
+    state = json.loads((newest / STATE_FILE).read_bytes())
+    digest = state["sha256"][MODEL_FILE]
+    state["sha256"] |= {f"{number}/{MODEL_FILE}": digest for number in range(1000)}
+    write_state(newest, state)
+    original = checkpoint_files.file_digest
+
+    def counted(path: Path) -> str:
+        hashed.append(path)
+        return original(path)
+
+    monkeypatch.setattr(checkpoint_files, "file_digest", counted)
+    assert_falls_back(two, newest, caplog)
+    assert hashed.count(newest / MODEL_FILE) == 1
 
 
 def test_loading_compiles_imports_and_runs_nothing(two: Path) -> None:
