@@ -122,9 +122,9 @@ def _write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def flush(folder: Path) -> None:
-    """Flush the entries of ``folder`` to disk, which flushing its files does not do."""
-    handle = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk; flushing its files does not do that."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

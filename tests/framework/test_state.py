@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,36 @@ def test_a_checkpoint_of_a_trainer_is_not_resumed_by_fit(
     hvd.save_checkpoint(tmp_path, *trained, state={"step": 1, **state})
     with pytest.raises(UsageError, match="step-000000001 was not saved by BackupAndRestore"):
         restore(hvd, tmp_path, *trained)
+
+
+@pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
+def test_a_file_of_keras_follows_no_link_and_is_flushed_before_it_is_renamed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("keras")
+    from hvdtrain.keras.checkpoint import WholeFiles
+
+    path, victim, flushed, fsync = tmp_path / name, tmp_path / "victim", [], os.fsync
+    victim.write_text("mine")
+    (tmp_path / f".{os.getpid()}.{name}").symlink_to(victim)  # the name that was used before
+
+    def seen(handle: int) -> None:
+        flushed.append((Path(f"/proc/self/fd/{handle}").readlink(), path.exists()))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    model, before = tensorflow(2)[0], sorted(tmp_path.iterdir())
+    umask = os.umask(0o027)
+    try:
+        save = "save_weights" if "weights" in name else "save"
+        getattr(WholeFiles(model), save)(str(path))
+    finally:
+        os.umask(umask)
+    assert victim.read_bytes() == b"mine"
+    assert sorted(tmp_path.iterdir()) == sorted([*before, path])
+    assert path.stat().st_mode & 0o777 == 0o640
+    (file, named), *after = flushed
+    assert (file.name, named, after) == (name, False, [(tmp_path, True)])
 
 
 @pytest.mark.parametrize("framework", PACKAGES)
