@@ -194,7 +194,7 @@ def unchecked(folder: Path, state: State) -> Checkpoint:
 def score(folder: Path) -> float | None:
     """Return the score of the checkpoint in ``folder``, higher is better; None: unknown."""
     try:
-        state = json.loads(read_regular(folder / STATE_FILE))
+        state = read_state(folder)
         name, higher_is_better = state.get("best", ("accuracy", True))
         value = (state["metrics"] or {})[name]
         good = type(value) in (int, float) and math.isfinite(value)

@@ -307,7 +307,16 @@ def test_an_accuracy_that_is_not_a_number_is_no_score(tmp_path: Path, score: Any
         save(tmp_path, checkpoint_of(step, accuracy), keep=9)
     state = json.loads((tmp_path / "step-000000001" / STATE_FILE).read_bytes())
     state["metrics"]["accuracy"] = score
-    (tmp_path / "step-000000001" / STATE_FILE).write_text(json.dumps(state))
+    write_state(tmp_path / "step-000000001", state)
+    save(tmp_path, checkpoint_of(3), keep=1)
+    assert sorted_names(tmp_path) == ["step-000000002", "step-000000003"]
+
+
+def test_a_damaged_state_is_not_kept_as_the_best(tmp_path: Path) -> None:
+    for step, accuracy in ((1, 0.1), (2, 0.2)):
+        save(tmp_path, checkpoint_of(step, accuracy), keep=9)
+    damaged = tmp_path / "step-000000001" / STATE_FILE
+    damaged.write_text(damaged.read_text().replace('"accuracy": 0.1', '"accuracy": 0.9'))
     save(tmp_path, checkpoint_of(3), keep=1)
     assert sorted_names(tmp_path) == ["step-000000002", "step-000000003"]
 
