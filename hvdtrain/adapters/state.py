@@ -137,10 +137,10 @@ class StateAdapter(Adapter):
         view = self.view(model, optimizer)
         copies = None if wait else self._room_for_copies(view, optimizer)
         local = view.local_buffers()
-        # A pipeline's first stage writes the sample counts, also if only a later one has buffers.
-        has_ranks = bool(local) or self.world.stages > 1
-        ranks = gather_buffers(self.data_communicator, local, self._seen) if has_ranks else {}
         self.communicator.wait_for_all()  # nothing is written if some ranks do not make this call
+        # Of a pipeline only a later stage may have buffers; the first writes the sample counts.
+        has_buffers = any(self.communicator.gather_json(bool(local)))
+        ranks = gather_buffers(self.data_communicator, local, self._seen) if has_buffers else {}
         state = {**state, "world_size": self.world.size}
         with self.averaged_buffers(model):
             mine = view.contribute(directory, optimizer, state, ranks, keep, copies)
