@@ -187,8 +187,8 @@ class Adapter(ABC):
                 raised by ``Save.wait``, or else by the next call, which then saves nothing.
             TrainingError: on every rank, if a tensor is not finite; as above without ``wait``.
             HvdtrainError: on every rank, if the replicas differ; as above without ``wait``.
-            UsageError: on every rank, if ``state`` lacks ``step`` or is not JSON, or ``directory``
-                has the suffix of a file.
+            UsageError: on every rank, if ``state`` lacks ``step``, is not JSON, or has keys that
+                are not text, or ``directory`` has the suffix of a file.
         """
 
     @abstractmethod

@@ -36,16 +36,22 @@ def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arra
 def separate_buffers(checkpoint: Checkpoint) -> tuple[Tensors, Arrays]:
     """Split the arrays of a checkpoint into optimizer state and those of ``gather_buffers``.
 
+    Without the sample counts, which earlier versions did not save of some pipelines, there are none
+    of the latter.
+
     Raises:
         DAMAGE: the latter are not arrays of a value, or of a buffer of the model, per rank.
     """
     training = checkpoint.training
-    ranks = {k: np.asarray(v) for k, v in training.items() if k == SEEN or k.startswith(PREFIX)}
+    optimizer = {k: v for k, v in training.items() if k != SEEN and not k.startswith(PREFIX)}
+    if SEEN not in training:
+        return optimizer, {}
+    ranks = {k: np.asarray(v) for k, v in training.items() if k not in optimizer}
     for name, rows in ranks.items():
         buffer = checkpoint.model.get(name.removeprefix(PREFIX), rows[0])
         if rows.shape != (len(ranks[SEEN]), *(() if name == SEEN else buffer.shape)):
             raise ValueError(f"{name} has the shape {rows.shape}")
-    return {k: v for k, v in training.items() if k not in ranks}, ranks
+    return optimizer, ranks
 
 
 def buffers_of_rank(ranks: Arrays, rank: int, size: int) -> tuple[Arrays, int] | None:

@@ -22,7 +22,7 @@ from hvdtrain.adapters.state_view import HostCopies, StateView, digests_of
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint
+from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, check_keys
 from hvdtrain.system.machine.limits import GIB, available_memory
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.system.runtime.waits import Waits, together
@@ -137,8 +137,10 @@ class StateAdapter(Adapter):
         view = self.view(model, optimizer)
         copies = None if wait else self._room_for_copies(view, optimizer)
         local = view.local_buffers()
-        ranks = gather_buffers(self.data_communicator, local, self._seen) if local else {}
         self.communicator.wait_for_all()  # nothing is written if some ranks do not make this call
+        # Of a pipeline only a later stage may have buffers; the first writes the sample counts.
+        has_buffers = any(self.communicator.gather_json(bool(local)))
+        ranks = gather_buffers(self.data_communicator, local, self._seen) if has_buffers else {}
         state = {**state, "world_size": self.world.size}
         with self.averaged_buffers(model):
             mine = view.contribute(directory, optimizer, state, ranks, keep, copies)
@@ -318,10 +320,12 @@ def _check_saved(directory: Path, state: JsonValues) -> None:
     for name, value in state.items():
         try:
             json.dumps(value)
+            if name != "metrics":  # for reading only
+                check_keys({name: value})
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"save_checkpoint: state[{name!r}] is no JSON value ({error}): use numbers, "
-                "strings, lists or dicts, e.g. float(loss) or tensor.tolist()"
+                "strings, lists or dicts with text keys, e.g. float(loss) or tensor.tolist()"
             ) from None
     if directory.suffix in FILES:
         raise UsageError(

@@ -5,10 +5,10 @@ The callbacks have Keras's names; ``callbacks.py`` re-exports them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import keras
@@ -21,7 +21,7 @@ from hvdtrain.adapters.save import Save
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
 from hvdtrain.keras.data import Logs, ModelCallback, learning_rate, note_samples, step_sum
-from hvdtrain.steps.checkpoint_files import DAMAGE
+from hvdtrain.steps.checkpoint_files import DAMAGE, flush
 from hvdtrain.system.runtime.exit import agreed
 
 MARK = ".process-set-"  # prefix of the file that reserves a directory for a process set
@@ -46,12 +46,13 @@ class WholeFiles:
 
 
 def _whole(path: Path, write: Callable[[Path], None]) -> None:
-    partial = path.with_name(f".{os.getpid()}.{path.name}")  # the suffix determines Keras's format
-    try:
+    # Others cannot put a link into the folder, which Keras would follow.
+    with TemporaryDirectory(prefix=".", dir=path.parent, ignore_cleanup_errors=True) as folder:
+        partial = Path(folder, path.name)  # the suffix determines Keras's format
         write(partial)
+        flush(partial)
         partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    flush(path.parent)
 
 
 class ModelCheckpoint(ModelCallback, keras.callbacks.ModelCheckpoint):

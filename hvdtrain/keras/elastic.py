@@ -27,6 +27,7 @@ from hvdtrain.keras import checkpoint, session
 from hvdtrain.keras import data as shards
 from hvdtrain.keras.callbacks import set_learning_rate
 from hvdtrain.keras.data import Logs, ModelCallback, adapter_of, learning_rate, note_samples
+from hvdtrain.steps.checkpoint_files import check_keys
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import leave, process_status
 
@@ -217,10 +218,12 @@ class TensorFlowKerasState:
             plain[name] = value = value.tolist() if hasattr(value, "tolist") else value
             try:
                 json.dumps(value)
-            except TypeError:
+                check_keys(value)
+            except TypeError as error:
                 raise UsageError(
-                    f"KerasState: {name} is a {type(value).__name__}; a commit can contain only "
-                    "numbers, strings and lists of them, in addition to the model and its optimizer"
+                    f"KerasState: {name} is a {type(value).__name__} ({error}); a commit can "
+                    "contain only numbers, strings and lists of them, in addition to the model and "
+                    "its optimizer"
                 ) from None
         return plain
 

@@ -77,9 +77,8 @@ def begin(directory: Path, step: int) -> Path:
     Raises:
         CheckpointError: it cannot be created.
     """
-    final = _free_name(directory, step)
-    partial = directory / f"{PARTIAL}{final.name}"
     with cleared(directory, step):
+        partial = directory / f"{PARTIAL}{_free_name(directory, step).name}"
         directory.mkdir(parents=True, exist_ok=True)
         remove_partial(directory)
         partial.mkdir()
@@ -112,7 +111,9 @@ def cleared(directory: Path, step: int) -> Iterator[None]:
 
 def not_written(directory: Path, step: int, error: OSError) -> CheckpointError:
     """Return the error for a checkpoint that cannot be written, naming the newest intact one."""
-    kept = newest_name(directory)
+    kept = None
+    with suppress(OSError):  # the directory cannot be listed either
+        kept = newest_name(directory)
     remedy = "Free some space" if error.errno in FULL else "Check the directory and its file system"
     return CheckpointError(
         f"the checkpoint of step {step} cannot be written to {directory}: "
@@ -153,16 +154,18 @@ def remove_partial(directory: Path) -> None:
     """Remove leftovers of killed saves; call it on the writing rank only.
 
     A thread may be about to give one its final name. So each is renamed before it is removed: the
-    thread either comes first, and the checkpoint is complete, or fails.
+    thread either comes first, and the checkpoint is complete, or fails. What cannot be removed now
+    remains for the next save.
     """
-    for entry in directory.glob(f"{PARTIAL}{PREFIX}*"):
-        removed = entry.with_name(entry.name.removesuffix(REMOVED) + REMOVED)
-        with suppress(OSError):
-            entry.rename(removed)
-            if removed.is_dir() and not removed.is_symlink():
-                shutil.rmtree(removed, ignore_errors=True)
-            else:
-                removed.unlink()
+    with suppress(OSError):
+        for entry in directory.glob(f"{PARTIAL}{PREFIX}*"):
+            removed = entry.with_name(entry.name.removesuffix(REMOVED) + REMOVED)
+            with suppress(OSError):
+                entry.rename(removed)
+                if removed.is_dir() and not removed.is_symlink():
+                    shutil.rmtree(removed, ignore_errors=True)
+                else:
+                    removed.unlink()
 
 
 def not_finite(tensors: Tensors, *, infinite: bool = False) -> str | None:
@@ -250,7 +253,15 @@ def load(path: Path, check: Check = lambda checkpoint: None) -> Checkpoint:
 
 
 def prune(directory: Path, keep: int, saved: str) -> None:
-    """Delete all but the newest ``keep`` steps up to ``saved`` and the best checkpoint."""
+    """Delete all but the newest ``keep`` steps up to ``saved`` and the best checkpoint.
+
+    What cannot be deleted now remains for the next save.
+    """
+    with suppress(OSError):
+        _prune(directory, keep, saved)
+
+
+def _prune(directory: Path, keep: int, saved: str) -> None:
     names = _names(directory)
     for name, later in itertools.pairwise(names):
         if _order(later)[0] == _order(name)[0]:

@@ -95,6 +95,19 @@ def write(path: Path, arrays: Arrays) -> Written:
     return Written(path.name, file.close(), {name: array.nbytes for name, array in arrays.items()})
 
 
+def check_keys(value: Any) -> None:
+    """Raise ``TypeError`` for a key, at any depth, that JSON would turn into text."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"JSON turns the key {key!r} into text")
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return
+    for item in value:
+        check_keys(item)
+
+
 def _digest_of_state(state: State) -> str:
     # Of all entries except this digest.
     digests = {name: value for name, value in state["sha256"].items() if name != STATE_FILE}
@@ -109,9 +122,9 @@ def _write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def flush(folder: Path) -> None:
-    """Flush the entries of ``folder`` to disk, which flushing its files does not do."""
-    handle = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk; flushing its files does not do that."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -125,7 +138,8 @@ def seal(folder: Path, files: list[Written], state: State) -> None:
         if [file.name for file in here] != [kind]:
             _write_file(folder / f"{kind}.index.json", _index(here))
     digests = {file.name: file.sha256 for file in files}
-    content = {**state, "format": FORMAT, "sha256": digests}
+    # As it is loaded: keys that are not text would be sorted differently in the digest.
+    content = {**json.loads(json.dumps(state)), "format": FORMAT, "sha256": digests}
     digests[STATE_FILE] = _digest_of_state(content)
     _write_file(folder / STATE_FILE, json.dumps(content, indent=1).encode())
     flush(folder)
@@ -141,7 +155,9 @@ def read(folder: Path) -> Checkpoint:
     """
     state = read_state(folder)
     for name, digest in state["sha256"].items():
-        if name != STATE_FILE and file_digest(folder / Path(name).name) != digest:
+        if Path(name).name != name:  # any number of them could be read as the same large file
+            raise ValueError(f"{name!r} is no file name")
+        if name != STATE_FILE and file_digest(folder / name) != digest:
             raise ValueError(f"the checksum of {name} is wrong")
     return unchecked(folder, state)
 
@@ -178,7 +194,7 @@ def unchecked(folder: Path, state: State) -> Checkpoint:
 def score(folder: Path) -> float | None:
     """Return the score of the checkpoint in ``folder``, higher is better; None: unknown."""
     try:
-        state = json.loads(read_regular(folder / STATE_FILE))
+        state = read_state(folder)
         name, higher_is_better = state.get("best", ("accuracy", True))
         value = (state["metrics"] or {})[name]
         good = type(value) in (int, float) and math.isfinite(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,6 @@ def test_state_of_a_missing_parameter_is_refused() -> None:
         {"-1/exp_avg": np.zeros(2)},
         {"rank_samples": np.array(3)},
         {"rank_samples": np.array([3]), "rank_buffers/MEAN": np.zeros((1, 9))},
-        {"rank_buffers/MEAN": np.zeros((1, 2))},
     ],
 )
 def test_odd_tensors_with_correct_checksums_are_refused(
@@ -128,6 +128,41 @@ def test_odd_tensors_with_correct_checksums_are_refused(
         hvd.load_checkpoint(tmp_path, *make(2))
 
 
+def test_a_scheduler_is_resumed_without_its_milestones(
+    started: Callable[[CommonAdapter], CommonAdapter], tmp_path: Path
+) -> None:
+    """As docs/own.md shows: with the milestones as text it would never decay the rate again."""
+    torch = pytest.importorskip("torch")
+    hvd = started(adapter("pytorch", "single", environ={}))
+
+    def begin() -> tuple[Any, Any, Any]:
+        model, optimizer = pytorch(2)
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
+
+    def rates(scheduler: Any) -> list[float]:
+        values = []
+        for _ in range(2):
+            scheduler.optimizer.step()
+            scheduler.step()
+            values += scheduler.get_last_lr()
+        return values
+
+    *trained, scheduler = begin()
+    seen = rates(scheduler)
+    whole = {"step": 2, "scheduler": scheduler.state_dict()}
+    with pytest.raises(UsageError, match=r"state\['scheduler'\] is no JSON value .*the key 1 into"):
+        hvd.save_checkpoint(tmp_path, *trained, state=whole)
+    assert not list(tmp_path.iterdir())
+    kept = {k: v for k, v in scheduler.state_dict().items() if k != "milestones"}
+    hvd.save_checkpoint(tmp_path, *trained, state={"step": 2, "lr": seen[-1], "scheduler": kept})
+    model, optimizer, scheduler = begin()
+    state = hvd.resume(tmp_path, model, optimizer)
+    assert state
+    scheduler.load_state_dict(state["scheduler"])
+    optimizer.param_groups[0]["lr"] = state["lr"]
+    assert seen + rates(scheduler) == pytest.approx([0.01, 0.01, 0.001, 0.001])
+
+
 @pytest.mark.parametrize("state", [{}, {"seeds": 3, "learning_rate": 0.1}, {"seeds": [[[1]]]}])
 def test_a_checkpoint_of_a_trainer_is_not_resumed_by_fit(
     state: dict[str, Any],
@@ -141,6 +176,36 @@ def test_a_checkpoint_of_a_trainer_is_not_resumed_by_fit(
     hvd.save_checkpoint(tmp_path, *trained, state={"step": 1, **state})
     with pytest.raises(UsageError, match="step-000000001 was not saved by BackupAndRestore"):
         restore(hvd, tmp_path, *trained)
+
+
+@pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
+def test_a_file_of_keras_follows_no_link_and_is_flushed_before_it_is_renamed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("keras")
+    from hvdtrain.keras.checkpoint import WholeFiles
+
+    path, victim, flushed, fsync = tmp_path / name, tmp_path / "victim", [], os.fsync
+    victim.write_text("mine")
+    (tmp_path / f".{os.getpid()}.{name}").symlink_to(victim)  # the name that was used before
+
+    def seen(handle: int) -> None:
+        flushed.append((Path(f"/proc/self/fd/{handle}").readlink(), path.exists()))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    model, before = tensorflow(2)[0], sorted(tmp_path.iterdir())
+    umask = os.umask(0o027)
+    try:
+        save = "save_weights" if "weights" in name else "save"
+        getattr(WholeFiles(model), save)(str(path))
+    finally:
+        os.umask(umask)
+    assert victim.read_bytes() == b"mine"
+    assert sorted(tmp_path.iterdir()) == sorted([*before, path])
+    assert path.stat().st_mode & 0o777 == 0o640
+    (file, named), *after = flushed
+    assert (file.name, named, after) == (name, False, [(tmp_path, True)])
 
 
 @pytest.mark.parametrize("framework", PACKAGES)

@@ -450,6 +450,8 @@ def commits_follow_the_ranks(folder: Path, wrap: Callable[[Any], Any]) -> None:
             state.commit()
             state.epoch = model
             expect_error(state.save, "epoch is a Sequential")
+            state.epoch = {"losses": [{9: 0.5}, {10: 0.25}]}
+            expect_error(state.save, "epoch is a dict", "the key 9 into text")
             continue
         assert (state.epoch, state.losses, int(samples)) == (7, [0.0, 1.0, 2.0], 5 + RANK)
         np.testing.assert_allclose(float(model.optimizer.learning_rate), restored, rtol=1e-6)

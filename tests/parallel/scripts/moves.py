@@ -28,7 +28,10 @@ x, y = torch.randn(SAMPLES, 5).double(), torch.randn(SAMPLES, 1).double()
 
 
 def network() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Rows that no number of ranks divides, fewer than ranks, a frozen layer and an unused one."""
+    """Rows that no number of ranks divides, fewer than ranks, a frozen layer and an unused one.
+
+    Only the last layer has a float buffer, as the BatchNorm of a later stage of a pipeline.
+    """
     torch.manual_seed(1)
     net = torch.nn.Sequential(
         torch.nn.Linear(5, 7),
@@ -40,6 +43,7 @@ def network() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     net[2].requires_grad_(False)
     net[1].register_parameter("unused", torch.nn.Parameter(torch.ones(2).double()))
     net[1].register_buffer("count", torch.tensor(4))
+    net[4].register_buffer("statistic", torch.ones(2).double())
     trained = [value for value in net.parameters() if value.requires_grad]
     return net, torch.optim.AdamW(trained, lr=0.05, weight_decay=0.1)
 

@@ -93,3 +93,10 @@ def test_on_another_world_size_no_row_is_anybodys() -> None:
     assert buffers_of_rank(gathered, 0, 2) is None
     assert buffers_of_rank({}, 0, 1) is None
     assert separate_buffers(Checkpoint({}, {"momentum": np.ones(1)}))[1] == {}
+
+
+def test_without_sample_counts_the_mean_is_resumed() -> None:
+    """So earlier versions saved a pipeline whose first stage has no buffers."""
+    saved = {"momentum": np.ones(1), "rank_buffers/mean": np.ones((2, 3))}
+    optimizer, ranks = separate_buffers(Checkpoint({"mean": np.ones(3)}, saved))
+    assert (set(optimizer), ranks) == ({"momentum"}, {})

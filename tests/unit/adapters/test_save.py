@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -171,8 +173,6 @@ def test_without_memory_for_a_copy_the_training_waits(
 
 
 def test_the_thread_gives_way_to_the_training() -> None:
-    import os
-
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
@@ -215,6 +215,50 @@ def test_a_save_that_cannot_begin_fails_when_it_is_waited_for(
         return over
 
     assert on_ranks(2, act) == [True, True]
+
+
+@pytest.mark.parametrize("moment", ["begin", "write", "prune"])
+def test_a_directory_that_cannot_be_listed_costs_at_most_one_checkpoint(
+    on_ranks: Any,
+    tmp_path: Path,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    moment: str,
+) -> None:
+    """As in the minutes in which a file server is replaced by another."""
+    is_stale, ready = threading.Event(), threading.Barrier(2)
+
+    def stale(method: Any) -> Any:
+        def call(path: Path, *arguments: Any) -> Any:
+            if is_stale.is_set():
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return method(path, *arguments)
+
+        return call
+
+    for name in ("iterdir", "glob"):
+        monkeypatch.setattr(Path, name, stale(getattr(Path, name)))
+
+    def act(communicator: Communicator) -> Any:
+        if moment == "begin":
+            is_stale.set()
+        adapter, model, save = begun(communicator, tmp_path)
+        if moment == "write" and communicator.is_root:
+            checkpoints.remove_partial(tmp_path)
+        ready.wait()
+        is_stale.set()
+        gate.set()
+        first = save.settle()
+        ready.wait()
+        is_stale.clear()
+        return first, adapter.save_checkpoint(tmp_path, model, {}, state={"step": 2})
+
+    paths = [tmp_path / f"step-00000000{step}" for step in (1, 2)]
+    written = moment == "prune"
+    assert on_ranks(2, act) == [(paths[0] if written else None, paths[1])] * 2
+    assert sorted(tmp_path.iterdir()) == (paths if written else paths[1:])
+    assert ("step 1 cannot be written" in caplog.text) is not written
 
 
 def test_ranks_that_have_summed_nothing_do_not_wait_for_different_disks(

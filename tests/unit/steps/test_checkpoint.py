@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import CheckpointError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
+from hvdtrain.steps import checkpoint_files
 from hvdtrain.steps.checkpoint import check_origin, load_newest, newest_name, save, set_aside
 from hvdtrain.steps.checkpoint_files import (
     MODEL_FILE,
@@ -140,6 +141,18 @@ def test_no_key_of_a_user_makes_a_checkpoint_unreadable(tmp_path: Path) -> None:
     save(tmp_path, Checkpoint({}, {}, state), keep=1)
     checkpoint = load_newest(tmp_path)
     assert checkpoint is not None and checkpoint.state["step"] == 1
+
+
+@pytest.mark.parametrize("keys", [(2, 10), (1, "all", None)])
+def test_keys_that_are_not_text_are_loaded_as_text(tmp_path: Path, keys: tuple[Any, ...]) -> None:
+    """A task may have metrics by class or epoch; 2 is less than 10, but its text is not."""
+    metrics = {"per_class": dict.fromkeys(keys, 0.5)}
+    save(tmp_path, Checkpoint({}, {}, {"step": 1, "metrics": metrics}), keep=1)
+    checkpoint = load_newest(tmp_path)
+    assert checkpoint is not None
+    assert list(checkpoint.state["metrics"]["per_class"]) == [
+        {None: "null"}.get(key, str(key)) for key in keys
+    ]
 
 
 @pytest.mark.parametrize("name", ["absent", "empty"])
@@ -294,7 +307,16 @@ def test_an_accuracy_that_is_not_a_number_is_no_score(tmp_path: Path, score: Any
         save(tmp_path, checkpoint_of(step, accuracy), keep=9)
     state = json.loads((tmp_path / "step-000000001" / STATE_FILE).read_bytes())
     state["metrics"]["accuracy"] = score
-    (tmp_path / "step-000000001" / STATE_FILE).write_text(json.dumps(state))
+    write_state(tmp_path / "step-000000001", state)
+    save(tmp_path, checkpoint_of(3), keep=1)
+    assert sorted_names(tmp_path) == ["step-000000002", "step-000000003"]
+
+
+def test_a_damaged_state_is_not_kept_as_the_best(tmp_path: Path) -> None:
+    for step, accuracy in ((1, 0.1), (2, 0.2)):
+        save(tmp_path, checkpoint_of(step, accuracy), keep=9)
+    damaged = tmp_path / "step-000000001" / STATE_FILE
+    damaged.write_text(damaged.read_text().replace('"accuracy": 0.1', '"accuracy": 0.9'))
     save(tmp_path, checkpoint_of(3), keep=1)
     assert sorted_names(tmp_path) == ["step-000000002", "step-000000003"]
 
@@ -514,9 +536,33 @@ def replace_file(folder: Path, name: str, data: bytes) -> None:
     """Replace a file as an attacker would, with correct checksums."""
     state = json.loads((folder / STATE_FILE).read_bytes())
     state["sha256"][name] = hashlib.sha256(data).hexdigest()
+    write_state(folder, state)
+    (folder / name).write_bytes(data)
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write a state with its correct checksum."""
     state["sha256"][STATE_FILE] = _digest_of_state(state)
     (folder / STATE_FILE).write_text(json.dumps(state))
-    (folder / name).write_bytes(data)
+
+
+def test_a_file_is_read_once_whatever_its_names(
+    two: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest, hashed = two / "step-000000002", []
+    state = json.loads((newest / STATE_FILE).read_bytes())
+    digest = state["sha256"][MODEL_FILE]
+    state["sha256"] |= {f"{number}/{MODEL_FILE}": digest for number in range(1000)}
+    write_state(newest, state)
+    original = checkpoint_files.file_digest
+
+    def counted(path: Path) -> str:
+        hashed.append(path)
+        return original(path)
+
+    monkeypatch.setattr(checkpoint_files, "file_digest", counted)
+    assert_falls_back(two, newest, caplog)
+    assert hashed.count(newest / MODEL_FILE) == 1
 
 
 def test_loading_compiles_imports_and_runs_nothing(two: Path) -> None:
