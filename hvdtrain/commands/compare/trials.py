@@ -195,7 +195,6 @@ class LargestBatch:
 
     method: Method
     batch: int | None  # None: unknown
-    predicted: bool = False  # by an older version, which did not run it
 
 
 def search(fits: Callable[[int], bool], start: int, most: int) -> int:
@@ -238,8 +237,7 @@ def find_largest(comparison: Comparison) -> None:
 
 def read_largest(folder: Path) -> list[LargestBatch]:
     """Return the largest batches found in a comparison's directory."""
-    lines = records.read(folder / LARGEST, _largest, "search for the largest batch")
-    return [largest for largest in lines if not largest.predicted]
+    return records.read(folder / LARGEST, _largest, "search for the largest batch")
 
 
 def _largest(content: Any) -> LargestBatch:

@@ -125,12 +125,12 @@ def study_data(study: Study) -> dict[str, Any]:
             ],
             "traffic": traffic and asdict(traffic),
         },
-        "why_no_fit": study.no_fit_reason or None,
+        "no_fit_reason": study.no_fit_reason or None,
         "predictions": [asdict(prediction) for prediction in study.predictions],
         "remedies": [
             {
                 "name": remedy.name,
-                "what": remedy.action,
+                "action": remedy.action,
                 "efficiency": {
                     str(ranks): asdict(expected)
                     for ranks, expected in zip(study.remedies_at, remedy.efficiencies, strict=True)
@@ -138,7 +138,7 @@ def study_data(study: Study) -> dict[str, Any]:
             }
             for remedy in study.remedies
         ],
-        "passed_over": list(study.not_predicted),
+        "not_predicted": list(study.not_predicted),
         "left_out": study.left_out and asdict(study.left_out),
     }
 

@@ -15,7 +15,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -115,8 +115,7 @@ def _run(content: Any) -> MeasuredRun:
     run = records.decode(MeasuredRun, fields)
     if not (run.ranks >= 1 and math.isfinite(run.rate) and run.rate > 0):
         raise ValueError(f"{run.rate} images/s on {run.ranks} ranks")
-    # As written by older versions.
-    return replace(run, machine=run.machine.replace(" a host", " per host"))
+    return run
 
 
 def append_line(path: Path, run: MeasuredRun) -> None:

@@ -180,7 +180,7 @@ def test_a_prediction_needs_three_sizes(
     assert ("the prediction assumes" in text) is (not reason)
     assert len(result.text.splitlines()) <= (13 if reason else 60)
     assert bool(result.data["predictions"]) is (not reason)
-    assert (result.data["why_no_fit"] or "").startswith(reason)
+    assert (result.data["no_fit_reason"] or "").startswith(reason)
 
 
 def test_strong_scaling_predicts_at_most_as_many_ranks_as_samples() -> None:
