@@ -20,16 +20,18 @@ from hvdtrain.training import trainer
 DESCRIPTION = "Train the task defined in a Python file."
 EPILOG = f"""\
 the file:
-  defines task(options), which returns a TorchTask or a TFTask; may define Options, a dataclass
-  whose fields become command-line options
+  defines task(options), which returns a TorchTask or a TFTask; may define
+  Options, a dataclass whose fields become command-line options
 
 defaults:
-  batch 32 per rank; 10 epochs, no warm-up, no weight decay, fp32; learning rate per rank:
+  batch 32 per rank; 10 epochs, no warm-up, no weight decay, fp32; learning
+  rate per rank:
     {own.RECIPE.lr}
 
 examples:
   mpirun -n 2 python -m hvdtrain.train examples/own_task.py --epochs 20
-  mpirun -n 2 python -m hvdtrain.train examples/own_task_tf.py --framework tensorflow
+  mpirun -n 2 python -m hvdtrain.train examples/own_task_tf.py \\
+      --framework tensorflow
 """
 
 

@@ -35,8 +35,10 @@ EXAMPLE = f"""\
 examples:
   mpirun -n 3 python -m hvdtrain.collectives
   mpirun -n 4 python -m hvdtrain.collectives --html lesson.html
-  mpirun -n 4 python -m hvdtrain.collectives --time --collectives allreduce,broadcast
-  mpirun -n 4 python -m hvdtrain.collectives --study --gradient-mb 45 --html study.html
+  mpirun -n 4 python -m hvdtrain.collectives --time \\
+      --collectives allreduce,broadcast
+  mpirun -n 4 python -m hvdtrain.collectives --study --gradient-mb 45 \\
+      --html study.html
 
 {page("collectives")} explains the output."""
 TEMPLATE = Path(__file__).with_name("page.html")

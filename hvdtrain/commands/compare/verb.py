@@ -23,12 +23,15 @@ log = logging.getLogger(__name__)
 
 EPILOG = f"""example:
   hvdtrain compare -- python -m hvdtrain.resnet --num-steps 30
-  hvdtrain compare --strategies single,ddp --precision fp32,bf16 -- python -m hvdtrain.mnist
-  hvdtrain compare --strategies 'horovod,horovod --autotune' -- python -m hvdtrain.resnet
+  hvdtrain compare --strategies single,ddp --precision fp32,bf16 -- \\
+      python -m hvdtrain.mnist
+  hvdtrain compare --strategies 'horovod,horovod --autotune' -- \\
+      python -m hvdtrain.resnet
   hvdtrain compare --out compare
 
-To continue an interrupted comparison, run the same command again. Without a command, the results in
---out are reported again. {page("measuring")} explains the figures."""
+To continue an interrupted comparison, run the same command again. Without a
+command, the results in --out are reported again. {page("measuring")}
+explains the figures."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

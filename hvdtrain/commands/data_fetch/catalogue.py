@@ -155,7 +155,7 @@ DATA_SETS = (
     ),
     DataSet(
         "cifar10",
-        "60,000 images of 10 classes, 32 x 32 pixels, as PNG; val/ is the test set",
+        "60,000 PNG images of 32 x 32 pixels, 10 classes",
         "resnet --image-size 32",
         (
             Remote(
@@ -170,7 +170,7 @@ DATA_SETS = (
     ),
     DataSet(
         "imagenette",
-        "13,394 images of 10 classes of ImageNet, the shorter side 320 pixels",
+        "13,394 images of 320 pixels, 10 classes of ImageNet",
         "resnet",
         (
             Remote(
@@ -184,7 +184,7 @@ DATA_SETS = (
     ),
     DataSet(
         "coco",
-        "123,287 images with boxes of 80 classes: train2017, val2017, annotations",
+        "123,287 images (2017) with boxes of 80 classes",
         "",
         (
             Remote(

@@ -17,10 +17,11 @@ from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
 EPILOG = """example:
-  hvdtrain doctor              check this host; start no ranks
-  hvdtrain doctor -n 4         also check 4 ranks and the speed of their allreduce
-  hvdtrain doctor --data ~/imagenet    also measure the speed of reading its images
-  hvdtrain doctor --json       for programs
+  hvdtrain doctor          check this host; start no ranks
+  hvdtrain doctor -n 4     also check 4 ranks and the speed of their allreduce
+  hvdtrain doctor --data ~/imagenet
+                           also measure the speed of reading its images
+  hvdtrain doctor --json   for programs
 
 The exit code is 1 if a finding is an error. 'absent' is not an error.
 """

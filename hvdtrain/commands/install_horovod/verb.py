@@ -43,9 +43,10 @@ log = logging.getLogger(__name__)
 
 FROM_CACHE = "taken from the cache"
 EPILOG = """example:
-  hvdtrain install-horovod                          for the frameworks that are installed
-  hvdtrain install-horovod --gpu nccl --cuda-arch 80,90   on a login node without a GPU
-  hvdtrain install-horovod --dry-run                only print the commands
+  hvdtrain install-horovod             for the frameworks that are installed
+  hvdtrain install-horovod --gpu nccl --cuda-arch 80,90
+                                       on a login node without a GPU
+  hvdtrain install-horovod --dry-run   only print the commands
 """
 
 

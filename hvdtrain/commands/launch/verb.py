@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 EPILOG = f"""example:
   hvdtrain launch -n 2 -- python -m hvdtrain.mnist
   hvdtrain launch -n 2 --timeout 600 --tag -- python train.py --epochs 3
-  hvdtrain launch -n 8 --ppn 4 --hosts node1,node2 --dry-run -- python -m hvdtrain.resnet
+  hvdtrain launch -n 8 --ppn 4 --hosts node1,node2 --dry-run -- \\
+      python -m hvdtrain.resnet
 
 The exit code is that of the job; 124 after --timeout. See {page("launch")}."""
 

@@ -17,11 +17,13 @@ from hvdtrain.system.output.text import plural, size
 from hvdtrain.workloads.data.packed import IMAGES, MNIST, Pack, is_packed
 
 EPILOG = """\
-DIR is an image folder (train/CLASS/*.jpg, val/), has the layout of COCO (train2017/, val2017/,
-annotations/instances_train2017.json, ...), or has the four IDX files of MNIST. Train with
---data OUT: the samples and their order are the same, and DIR is no longer needed.
+DIR is an image folder (train/CLASS/*.jpg, val/), has the layout of COCO
+(train2017/, val2017/, annotations/instances_train2017.json, ...), or has the
+four IDX files of MNIST. Train with --data OUT: the samples and their order are
+the same, and DIR is no longer needed.
 
-Shards are plain tar files. If the command is interrupted, run it again to continue.
+Shards are plain tar files. If the command is interrupted, run it again to
+continue.
 
 example:
   hvdtrain pack ~/imagenet ~/imagenet-packed

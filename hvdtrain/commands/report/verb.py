@@ -16,9 +16,10 @@ EPILOG = """example:
   hvdtrain report scaling
   hvdtrain report run-7 --html run-7.html
 
-A run is a directory with the files of a trainer's --summary, --metrics, --checkpoint-dir and
---timeline. A study is the --out of `hvdtrain scaling` or `hvdtrain compare`. The page is a single
-file without references to the network."""
+A run is a directory with the files of a trainer's --summary, --metrics,
+--checkpoint-dir and --timeline. A study is the --out of `hvdtrain scaling` or
+`hvdtrain compare`. The page is a single file without references to the
+network."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,14 +18,17 @@ from hvdtrain.system.runtime.command import termination_as_interrupt
 
 EPILOG = f"""example:
   hvdtrain scaling --ranks 1,2,4,8 -- python -m hvdtrain.resnet --num-steps 20
-  hvdtrain scaling --ranks 1,2,4 --strong -- python -m hvdtrain.mnist --global-batch-size 256
+  hvdtrain scaling --ranks 1,2,4 --strong -- \\
+      python -m hvdtrain.mnist --global-batch-size 256
   hvdtrain scaling --batches 64,512,4096 --optimizers sgd,lars,lamb \\
       --target accuracy=0.985 -- python -m hvdtrain.mnist --data ~/mnist
-  hvdtrain scaling --ranks 4,8,16 --submit "--walltime 0:20:00 --ppn 4" -- python train.py
+  hvdtrain scaling --ranks 4,8,16 --submit "--walltime 0:20:00 --ppn 4" -- \\
+      python train.py
   hvdtrain scaling --from measured.csv --leave-out 8
 
-To continue an interrupted study, run the same command again. Without a command, the results in
---out are reported again. {page("measuring")} explains the figures."""
+To continue an interrupted study, run the same command again. Without a
+command, the results in --out are reported again. {page("measuring")}
+explains the figures."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

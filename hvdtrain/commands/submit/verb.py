@@ -9,11 +9,13 @@ from hvdtrain.commands.submit.submission import submit
 from hvdtrain.system.output import Report
 
 EPILOG = """example:
-  hvdtrain submit --nodes 2 --ppn 4 --walltime 1:00:00 -- python -m hvdtrain.resnet --synthetic
+  hvdtrain submit --nodes 2 --ppn 4 --walltime 1:00:00 -- \\
+      python -m hvdtrain.resnet --synthetic
   hvdtrain submit --walltime 0:30:00 --follow -- python train.py
   hvdtrain submit --ppn 4 --walltime 2:00:00 --chain -- \\
       python -m hvdtrain.mnist --checkpoint-dir checkpoints
-  hvdtrain submit --site polaris --account me --walltime 1:00:00 --dry-run -- python train.py
+  hvdtrain submit --site polaris --account me --walltime 1:00:00 --dry-run \\
+      -- python train.py
 """
 
 

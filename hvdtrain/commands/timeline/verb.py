@@ -25,9 +25,9 @@ EXAMPLE = """example:
   hvdtrain timeline timeline.json --html timeline.html --slice 10:20
   hvdtrain timeline timeline.json --profile profile/rank-0.json.gz
 
-Horovod writes a timeline to the file named by HOROVOD_TIMELINE, hvdtrain's trainers to that of
---timeline FILE. It shows which rank was late in every step only with HOROVOD_CACHE_CAPACITY=0
-(--timeline sets it)."""
+Horovod writes a timeline to the file named by HOROVOD_TIMELINE, hvdtrain's
+trainers to that of --timeline FILE. It shows which rank was late in every step
+only with HOROVOD_CACHE_CAPACITY=0 (--timeline sets it)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

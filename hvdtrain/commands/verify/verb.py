@@ -31,10 +31,10 @@ TIMEOUT = 300.0  # seconds; importing TensorFlow from a cold shared disk takes u
 UPDATES = 5
 
 EPILOG = """example:
-  hvdtrain verify -n 4                             start 4 ranks and verify the eight steps
-  mpirun -n 4 hvdtrain verify                      the ranks that mpirun started verify themselves
+  hvdtrain verify -n 4           start 4 ranks and verify the eight steps
+  mpirun -n 4 hvdtrain verify    the ranks that mpirun started verify themselves
   hvdtrain verify -n 2 --script train.py -- --epochs 1
-                                                   verify your own Horovod script
+                                 verify your own Horovod script
 
 without -n: all slots of the batch job; outside a batch job, this process only
 """

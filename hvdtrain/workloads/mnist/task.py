@@ -15,26 +15,30 @@ DIGITS_DROPOUT = 0.1
 
 EPILOG = f"""\
 models:
-  tutorial   two convolutions (32, 64) and a dense layer of 128; 1.2 million parameters
+  tutorial   two convolutions (32, 64), a dense layer of 128; 1.2 million weights
   small      the network of Horovod's MNIST example; 22 thousand parameters
 
 data:
-  --data DIR contains the four IDX files of MNIST (or Fashion-MNIST), gzipped or not, in DIR or
-  DIR/MNIST/raw, or the output of `hvdtrain pack`. Without --data: the 1,797 handwritten digits of
-  scikit-learn.
+  --data DIR contains the four IDX files of MNIST (or Fashion-MNIST), gzipped
+  or not, in DIR or DIR/MNIST/raw, or the output of `hvdtrain pack`. Without
+  --data: the 1,797 handwritten digits of scikit-learn.
 
 defaults:
-  batch 64 per rank; momentum 0.9, weight decay 1e-4; 6 epochs: half an epoch of warm-up, then
-  linear decay to 0; learning rate per rank:
+  batch 64 per rank; momentum 0.9, weight decay 1e-4; 6 epochs: half an epoch
+  of warm-up, then linear decay to 0; bf16 for the tutorial network if the
+  processor or GPU supports it, otherwise fp32; learning rate per rank:
     {LR}
-  For the small set of embedded digits: batch 16; dropout {DIGITS_DROPOUT}; 14 epochs, 3 of warm-up;
-  random rotation, shear, scale and shift of every image in each epoch; learning rate:
+  For the small set of embedded digits: batch 16; dropout {DIGITS_DROPOUT};
+  14 epochs, 3 of warm-up; random rotation, shear, scale and shift of every
+  image in each epoch; learning rate:
     {DIGITS_LR}
 
 examples:
   python -m hvdtrain.mnist
-  mpirun -n 2 python -m hvdtrain.mnist --data ~/mnist --epochs 6 --summary result.json
-  mpirun -n 2 python -m hvdtrain.mnist --framework tensorflow --checkpoint-dir checkpoints
+  mpirun -n 2 python -m hvdtrain.mnist --data ~/mnist --epochs 6 \\
+      --summary result.json
+  mpirun -n 2 python -m hvdtrain.mnist --framework tensorflow \\
+      --checkpoint-dir checkpoints
 """
 
 

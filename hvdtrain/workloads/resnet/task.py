@@ -23,19 +23,22 @@ models:
   resnet18 resnet34 resnet50 (default) resnet101 resnet152
 
 data:
-  --data DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg (also PNG; also grey and CMYK images),
-  or the output of `hvdtrain pack`. Without --data: a benchmark on random images, 100 updates
-  unless --num-steps is set, no evaluation.
+  --data DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg (also PNG; also
+  grey and CMYK images), or the output of `hvdtrain pack`. Without --data: a
+  benchmark on random images, 100 updates unless --num-steps is set, no
+  evaluation.
 
 defaults:
-  batch 32 per rank; weight decay 1e-4; 90 epochs: 5 of warm-up, then cosine decay to 0; bf16 if the
-  processor or GPU supports it; learning rate per rank:
+  batch 32 per rank; weight decay 1e-4; 90 epochs: 5 of warm-up, then cosine
+  decay to 0; bf16 if the processor or GPU supports it; learning rate per rank:
     {LR}
 
 examples:
   mpirun -n 2 python -m hvdtrain.resnet --batch-size 8
-  mpirun -n 8 python -m hvdtrain.resnet --data ~/imagenet --checkpoint-dir checkpoints
-  mpirun -n 2 python -m hvdtrain.resnet --framework tensorflow --model resnet18 --num-steps 20
+  mpirun -n 8 python -m hvdtrain.resnet --data ~/imagenet \\
+      --checkpoint-dir checkpoints
+  mpirun -n 2 python -m hvdtrain.resnet --framework tensorflow \\
+      --model resnet18 --num-steps 20
 """
 
 # Of ImageNet's training pixels, as fractions, by channel, as in the ResNet papers.

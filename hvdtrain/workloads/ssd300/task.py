@@ -42,26 +42,31 @@ ALIASES = {
 
 EPILOG = """\
 models:
-  backbone: resnet18 resnet34 resnet50 (default) resnet101 resnet152; --backbone-path FILE contains
-  its weights, e.g. model.safetensors of a checkpoint of hvdtrain.resnet; nothing is downloaded
+  backbone: resnet18 resnet34 resnet50 (default) resnet101 resnet152;
+  --backbone-path FILE contains its weights, e.g. model.safetensors of a
+  checkpoint of hvdtrain.resnet; nothing is downloaded
 
 data:
-  --data DIR has COCO's layout: train2017/*.jpg, val2017/*.jpg, annotations/instances_*2017.json.
-  Without --data: a benchmark on random images with coloured boxes, 100 updates unless --num-steps
-  is set.
+  --data DIR has COCO's layout: train2017/*.jpg, val2017/*.jpg,
+  annotations/instances_*2017.json. Without --data: a benchmark on random
+  images with coloured boxes, 100 updates unless --num-steps is set.
 
 defaults:
-  batch 64 per rank; one epoch of warm-up, decay by 10 after 43 and 54 of 65 epochs; momentum 0.9,
-  weight decay 5e-4; learning rate at a global batch of 32, scaled linearly (see --lr-scaling):
+  batch 64 per rank; one epoch of warm-up, decay by 10 after 43 and 54 of 65
+  epochs; momentum 0.9, weight decay 5e-4; learning rate at a global batch of
+  32, scaled linearly (see --lr-scaling):
     {rates}
 
 aliases, as in publications on SSD:
 {aliases}
 
 examples:
-  mpirun -n 2 python -m hvdtrain.ssd300 --model resnet18 --batch-size 4 --num-steps 20
-  mpirun -n 8 python -m hvdtrain.ssd300 --data ~/coco --batch-size 32 --checkpoint-dir checkpoints
-  mpirun -n 8 python -m hvdtrain.ssd300 --data ~/coco --mode evaluation --checkpoint-dir checkpoints
+  mpirun -n 2 python -m hvdtrain.ssd300 --model resnet18 --batch-size 4 \\
+      --num-steps 20
+  mpirun -n 8 python -m hvdtrain.ssd300 --data ~/coco --batch-size 32 \\
+      --checkpoint-dir checkpoints
+  mpirun -n 8 python -m hvdtrain.ssd300 --data ~/coco --mode evaluation \\
+      --checkpoint-dir checkpoints
 """
 
 
