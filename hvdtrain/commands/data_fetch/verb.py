@@ -24,9 +24,9 @@ EPILOG = "\n".join(
         "  hvdtrain data-fetch imagenette --to ~/imagenette --dry-run",
         "",
         "Run it on a node with network access (a login node), into a file system shared",
-        "with the compute nodes. If it is interrupted, run it again to continue. Published",
-        "checksums are verified, otherwise size and CRCs. Each dataset has its owners'",
-        "terms of use.",
+        "with the compute nodes. If it is interrupted, run it again to continue.",
+        "Published checksums are verified, otherwise size and CRCs. Each dataset has its",
+        "owners' terms of use.",
     ]
 )
 

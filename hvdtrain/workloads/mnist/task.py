@@ -15,7 +15,7 @@ DIGITS_DROPOUT = 0.1
 
 EPILOG = f"""\
 models:
-  tutorial   two convolutions (32, 64), a dense layer of 128; 1.2 million weights
+  tutorial   two convolutions (32, 64), a dense layer (128); 1.2 million weights
   small      the network of Horovod's MNIST example; 22 thousand parameters
 
 data:
