@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.numpy
 
 from tests.conftest import ranks
-from tests.parallel.conftest import train
+from tests.parallel.conftest import SCRIPTS, Training, assert_bit_equal, train
 
+FAULTY = str(SCRIPTS / "faulty_trainer.py")
 WAYS = ("--strategy=horovod", "--strategy=zero", "--strategy=fsdp", "--framework=tensorflow")
 
 
@@ -35,6 +38,43 @@ def test_what_is_saved_in_the_background_is_what_is_saved_in_place(
     first, second = (content(tmp_path / name) for name in ("async", "sync"))
     assert first.keys() == second.keys() and len({key[:26] for key in first}) == 4
     assert first == second
+
+
+EPOCHS = ("--model=small", "--epochs=3", "--global-batch-size=70", "--dropout=0")  # of 22 steps
+
+
+def epochs(folder: Path) -> list[dict[str, Any]]:
+    """The figures of each epoch in ``--metrics``, without times."""
+    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [
+        {key: value for key, value in line.items() if key not in ("kind", "seconds", "elapsed")}
+        for line in lines
+        if line["kind"] == "epoch"
+    ]
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    folder = tmp_path_factory.mktemp("uncut")
+    return train(2, folder, "mnist", *EPOCHS, f"--metrics={folder / 'metrics.jsonl'}")
+
+
+@pytest.mark.parametrize("event", ["update:22", "update:66", "evaluation:44", "lost:44"])
+def test_the_end_of_an_epoch_that_was_interrupted_is_made_up(
+    event: str, uncut: Training, tmp_path: Path
+) -> None:
+    """A save that was begun before the evaluation is complete when a rank is lost in it."""
+    options = (*EPOCHS, "--checkpoint-every=22", f"--metrics={tmp_path / 'metrics.jsonl'}")
+    line = (*options, f"--checkpoint-dir={tmp_path / 'checkpoints'}", "--quiet")
+    outcome = ranks(2, FAULTY, f"stop:{event}", *line)
+    assert outcome.code == 75 or event == "lost:44", outcome.err[-3000:]
+    newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
+    state = json.loads((newest / "state.json").read_text())
+    assert (state["step"], state["stopped"]) == (int(event[-2:]), None)
+    resumed = train(2, tmp_path, "mnist", *options, "--resume=must")
+    for record, expected in zip(epochs(tmp_path), epochs(uncut.folder), strict=True):
+        assert record == pytest.approx(expected, rel=1e-12)
+    assert_bit_equal(uncut, resumed)
 
 
 # The kernel refuses to write larger files from the sixth step until another one.

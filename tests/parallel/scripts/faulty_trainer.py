@@ -20,6 +20,7 @@ from hvdtrain.steps.sharding import Part, permutation
 from hvdtrain.system.runtime import waits
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.tasks.dataset import Batch
+from hvdtrain.training import loop as loop_module
 from hvdtrain.training.loop import TrainingLoop
 
 FRAMEWORK = "tensorflow" if "--framework=tensorflow" in sys.argv else "pytorch"
@@ -150,6 +151,31 @@ def crash(how: str) -> None:
     TrainingLoop._update = crashing  # type: ignore[method-assign]
 
 
+def stop(when: str, step: str) -> None:
+    """Request a stop on rank 1: for the flags of an update, or in the evaluation after it.
+
+    Or lose rank 1 in that evaluation (``lost``).
+    """
+    update, evaluation, last = TrainingLoop._update, loop_module.evaluate, int(step)
+    loops: list[TrainingLoop] = []
+
+    def updated(run: TrainingLoop, *arguments: Any) -> None:
+        loops[:] = [run]
+        if when == "update" and run.now.step == last - 1 and RANK == 1:
+            run.preemption.want_stop("a test")
+        update(run, *arguments)
+
+    def evaluated(*arguments: Any, **named: Any) -> Any:
+        if loops and loops[0].now.step == last and RANK == 1:
+            if when == "lost":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if when == "evaluation":
+                loops[0].preemption.want_stop("a test")
+        return evaluation(*arguments, **named)
+
+    TrainingLoop._update, loop_module.evaluate = updated, evaluated  # type: ignore[method-assign]
+
+
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
 
 
@@ -183,7 +209,7 @@ def waits_for_no_tensor() -> None:
     as_on_a_gpu()
 
 
-FAULTS = (late, flip, bad_samples, nan, hang, crash, waits_for_no_tensor)
+FAULTS = (late, flip, bad_samples, nan, hang, crash, stop, waits_for_no_tensor)
 
 if __name__ == "__main__":
     name, *values = sys.argv.pop(1).split(":")
