@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 from typing import NoReturn
 
 from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption, wait_for_agent
-from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
+from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, CheckpointError, TrainingError
 from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
@@ -37,6 +38,8 @@ from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
 from hvdtrain.training.trackers import Figures
 
+log = logging.getLogger(__name__)
+
 LINES_PER_EPOCH = 20  # log intervals
 EARLY = (Stopped.PREEMPTED, Stopped.DIVERGED)
 
@@ -60,6 +63,7 @@ class TrainingLoop:
         self.profile = ProfileWindow(options, adapter)
         self.losses = Losses(self.task, adapter)
         self.train_loss: float | None = None
+        self.save_error: CheckpointError | None = None  # of the last save
         self.compiled: set[int] = set()  # sizes of global batches
         self.checkpoints = CheckpointManager(session)
         self.on_nan = OnNan(session, self.checkpoints)
@@ -103,7 +107,12 @@ class TrainingLoop:
         self.show.begin(lines, self.total_steps, self.now.step)
 
     def run(self) -> int:
-        """Train to the end or a stop; save, evaluate, write the summary; return the exit code."""
+        """Train to the end or a stop; save, evaluate, write the summary; return the exit code.
+
+        Raises:
+            CheckpointError: on every rank, after the summary, if the last save failed.
+            TrainingError: the training failed.
+        """
         if self.options.checkpoint_dir:
             self.preemption.listen()
             self.preemption.watch()
@@ -114,6 +123,8 @@ class TrainingLoop:
                 self._end(Stopped.DIVERGED)
             raise
         self._end(stopped)
+        if self.save_error:
+            raise self.save_error
         if stopped is not Stopped.PREEMPTED:
             return EXIT_OK
         wait_for_agent(lambda: bool(self.preemption.reason))
@@ -134,10 +145,13 @@ class TrainingLoop:
             stopped = Stopped.PREEMPTED
         # Before the save: afterwards the launcher may already have ended a rank.
         reason = self.preemption.explain() if stopped is Stopped.PREEMPTED else ""
-        if not beyond:
-            self._save(last=True)
+        try:
+            if not beyond:
+                self._save(last=True)
+        except CheckpointError as error:
+            self.save_error = error
         self.checkpoints.close()  # not at the exit: a launcher may kill this rank before
-        if stopped is Stopped.PREEMPTED:
+        if stopped is Stopped.PREEMPTED and not self.save_error:
             self.show.stop()
             restart = is_elastic(os.environ) and self.preemption.agree() == HOSTS_CHANGED
             self.preemption.announce(
@@ -286,8 +300,7 @@ class TrainingLoop:
         try:
             now = self.on_nan.leave_out(self.now, part, before, self.show.message)
         except TrainingError:
-            with contextlib.suppress(TrainingError):  # the weights are those before the update
-                self._save(last=True)
+            self._save_before_error()
             raise
         if now is not self.now:
             self.losses.discard()
@@ -379,6 +392,15 @@ class TrainingLoop:
         self.checkpoints.save(self.now, self._finished(), last=last)  # step 7
         if not last:
             self.checkpoints.choose_next(self.now.step, self.clock.mean_recent())
+
+    def _save_before_error(self) -> None:
+        """Save before an error ends the training; that this fails must not replace the error."""
+        try:
+            with contextlib.suppress(TrainingError):
+                self._save(last=True)
+        except CheckpointError as error:
+            text = str(error)
+            self.adapter.communicator.on_root(lambda: log.warning("%s", text))
 
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages

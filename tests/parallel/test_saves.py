@@ -77,31 +77,13 @@ def test_the_end_of_an_epoch_that_was_interrupted_is_made_up(
     assert_bit_equal(uncut, resumed)
 
 
-# The kernel refuses to write larger files from the sixth step until another one.
-LIMITED = """
-import resource, sys
-from hvdtrain import mnist
-from hvdtrain.system.runtime.exit import run_and_exit
-from hvdtrain.training.loop import TrainingLoop
-last, update = int(sys.argv.pop(1)), TrainingLoop._update
-_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-def limited(loop, *arguments):
-    update(loop, *arguments)
-    if loop.now.step == last:
-        loop.checkpoints.finish()
-    size = 20_000 if 5 <= loop.now.step < last else most
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
-TrainingLoop._update = limited
-run_and_exit(mnist.main)
-"""
-
-
 @pytest.mark.parametrize("lasting", [False, True])
 def test_the_training_continues_after_a_save_that_failed(lasting: bool, tmp_path: Path) -> None:
     options = ("--model=small", "--num-steps=20", "--checkpoint-every=6", "--keep=9")
     folder = tmp_path / "checkpoints"
-    words = ("-c", LIMITED, "99" if lasting else "15", *options, f"--checkpoint-dir={folder}")
-    outcome = ranks(2, *words)
+    summary = tmp_path / "summary.json"
+    line = (*options, f"--checkpoint-dir={folder}", f"--summary={summary}")
+    outcome = ranks(2, FAULTY, f"full:5:{99 if lasting else 15}", *line)
     saved = sorted(path.name for path in folder.iterdir())
     assert saved == ([] if lasting else ["step-000000018", "step-000000020"])
     assert outcome.code == (1 if lasting else 0), outcome.err
@@ -112,6 +94,20 @@ def test_the_training_continues_after_a_save_that_failed(lasting: bool, tmp_path
     for step, line in zip(steps, lines, strict=True):
         assert text.format(step, folder) in line
         assert ("The training continues, and the next save tries again" in line) == (step < 20)
+    result = json.loads(summary.read_text())
+    assert (result["stopped"], result["steps_completed"]) == ("steps", 20)
+    assert result["checkpoint"] == (None if lasting else str(folder / "step-000000020"))
+
+
+def test_a_full_disk_does_not_hide_why_the_training_ended(tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    line = ("--model=small", f"--checkpoint-dir={tmp_path / 'saved'}", f"--summary={summary}")
+    outcome = ranks(2, FAULTY, "full:2:99,nan", *line)
+    assert outcome.code == 1
+    warning, error = outcome.said
+    assert "checkpoint of step 3 cannot be written" in warning
+    assert "error: the gradients of step 4 (epoch 1) are not finite" in error
+    assert json.loads(summary.read_text())["stopped"] == "diverged"
 
 
 def test_the_interval_that_loses_least_is_chosen_by_all_ranks(tmp_path: Path) -> None:

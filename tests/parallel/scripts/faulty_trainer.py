@@ -1,4 +1,4 @@
-"""``hvdtrain.mnist`` with a fault: ``faulty_trainer.py FAULT[:VALUE...] OPTIONS...``.
+"""``hvdtrain.mnist`` with faults: ``faulty_trainer.py FAULT[:VALUE...][,FAULT...] OPTIONS...``.
 
 Each fault is a function below, which takes the values; ranks are those of mpirun.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -176,6 +177,21 @@ def stop(when: str, step: str) -> None:
     TrainingLoop._update, loop_module.evaluate = updated, evaluated  # type: ignore[method-assign]
 
 
+def full(first: str, last: str) -> None:
+    """Let the kernel refuse to write files, after update ``first`` until update ``last``."""
+    update = TrainingLoop._update
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(run: TrainingLoop, *arguments: Any) -> None:
+        update(run, *arguments)
+        if run.now.step == int(last):
+            run.checkpoints.finish()
+        size = 20_000 if int(first) <= run.now.step < int(last) else most
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+
+    TrainingLoop._update = limited  # type: ignore[method-assign]
+
+
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
 
 
@@ -209,9 +225,10 @@ def waits_for_no_tensor() -> None:
     as_on_a_gpu()
 
 
-FAULTS = (late, flip, bad_samples, nan, hang, crash, stop, waits_for_no_tensor)
+FAULTS = (late, flip, bad_samples, nan, hang, crash, stop, full, waits_for_no_tensor)
 
 if __name__ == "__main__":
-    name, *values = sys.argv.pop(1).split(":")
-    {fault.__name__: fault for fault in FAULTS}[name](*values)
+    for words in sys.argv.pop(1).split(","):
+        name, *values = words.split(":")
+        {fault.__name__: fault for fault in FAULTS}[name](*values)
     run_and_exit(mnist.main)
