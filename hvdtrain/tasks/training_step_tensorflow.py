@@ -21,7 +21,7 @@ from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
 from hvdtrain.tasks.optimizers_tensorflow import make_optimizer, not_finite
-from hvdtrain.tasks.task import NotFinite, Task
+from hvdtrain.tasks.task import LossScale, NotFinite, Task
 
 Losses = Callable[[Any, Any], Any]
 
@@ -145,6 +145,14 @@ class TFTask(Task):
             name = self.model.trainable_variables[bad].path
             self.not_finite = NotFinite(name, self._local_cause(loss, local))
         return loss
+
+    @property
+    @override
+    def loss_scale(self) -> LossScale | None:
+        if not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+            return None
+        scale, updates = self.optimizer.dynamic_scale, self.optimizer.step_counter
+        return LossScale(float(scale), int(updates))
 
     def _tensors(self, batch: Batch) -> dict[str, Any]:
         """Return the fields of a training batch, ``boxes`` in pixels."""

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import os
+from collections.abc import Iterator
 from typing import NoReturn
 
 from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption, wait_for_agent
@@ -271,6 +272,8 @@ class TrainingLoop:
         self.losses.unread.append((part, loss))
         if self.now.step % self.read_every == 0 or self.now.step % self.log_every == 0:
             self._read_losses(in_step=True)
+            with self._saving_before_error():
+                self.on_nan.check_loss_scale(self.now.step)
         pauses = part.end.epoch > part.start.epoch or self._finished() is not None
         profiled = self.profile.leave(self.now.step, pauses=pauses)
         recorded = self.timeline.leave(self.now.step) or profiled
@@ -297,11 +300,8 @@ class TrainingLoop:
             _RepeatError: the training continues.
             TrainingError: on every rank, if the training ends.
         """
-        try:
+        with self._saving_before_error():
             now = self.on_nan.leave_out(self.now, part, before, self.show.message)
-        except TrainingError:
-            self._save_before_error()
-            raise
         if now is not self.now:
             self.losses.discard()
         self.now = now
@@ -393,14 +393,19 @@ class TrainingLoop:
         if not last:
             self.checkpoints.choose_next(self.now.step, self.clock.mean_recent())
 
-    def _save_before_error(self) -> None:
-        """Save before an error ends the training; that this fails must not replace the error."""
+    @contextlib.contextmanager
+    def _saving_before_error(self) -> Iterator[None]:
+        """Save if a ``TrainingError`` ends the training; if that fails, it remains the error."""
         try:
-            with contextlib.suppress(TrainingError):
-                self._save(last=True)
-        except CheckpointError as error:
-            text = str(error)
-            self.adapter.communicator.on_root(lambda: log.warning("%s", text))
+            yield
+        except TrainingError:
+            try:
+                with contextlib.suppress(TrainingError):
+                    self._save(last=True)
+            except CheckpointError as error:
+                text = str(error)
+                self.adapter.communicator.on_root(lambda: log.warning("%s", text))
+            raise
 
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages

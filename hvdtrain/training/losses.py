@@ -35,7 +35,7 @@ class Losses:
             The parts of the last updates that were not made, whose losses do not count.
 
         Raises:
-            TrainingError: a loss is not finite.
+            TrainingError: a loss is not finite, and no loss scaler has skipped its update.
         """
         unread, self.unread = self.unread, []
         left_out = self._task.updates_left_out() if self._task.deferred else 0
@@ -43,6 +43,8 @@ class Losses:
         values = self._task.loss_values([loss for _, loss in made])
         for number, ((part, _), value) in enumerate(zip(made, values, strict=True), 1):
             if not math.isfinite(value):
+                if self._task.loss_scale:
+                    continue
                 step = now.step - len(unread) + number
                 raise TrainingError(
                     f"the loss is {value} at step {step} (epoch {part.start.epoch + 1}): lower "

@@ -103,6 +103,21 @@ def bad_samples(first: str, end: str = "", fused: str = "") -> None:
         as_on_a_gpu(defers=fused == "deferred")
 
 
+def scaled() -> None:
+    """Scale the loss, as with fp16 on a GPU."""
+    start = Task.__init__
+
+    def start_scaled(task: Any, *arguments: Any, **named: Any) -> None:
+        start(task, *arguments, **named)
+        if FRAMEWORK == "pytorch":
+            task.scaler = tasks.torch.amp.GradScaler("cpu", growth_interval=3)
+        else:
+            task.optimizer = tasks.keras.optimizers.LossScaleOptimizer(task.optimizer)
+            task.optimizer.build(task.model.trainable_variables)
+
+    Task.__init__ = start_scaled
+
+
 def nan() -> None:
     """Make the input of step 4 not a number on rank 1."""
     whole, steps = tasks.TorchTask._input, []
@@ -225,7 +240,7 @@ def waits_for_no_tensor() -> None:
     as_on_a_gpu()
 
 
-FAULTS = (late, flip, bad_samples, nan, hang, crash, stop, full, waits_for_no_tensor)
+FAULTS = (late, flip, bad_samples, scaled, nan, hang, crash, stop, full, waits_for_no_tensor)
 
 if __name__ == "__main__":
     for words in sys.argv.pop(1).split(","):
