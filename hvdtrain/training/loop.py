@@ -6,18 +6,16 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 from collections.abc import Iterator
 from typing import NoReturn
 
-from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption, wait_for_agent
+from hvdtrain.adapters.preemption import Preemption, wait_for_agent
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, CheckpointError, TrainingError
 from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
 from hvdtrain.system.output.text import plural
-from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
@@ -145,7 +143,7 @@ class TrainingLoop:
         if stopped is not Stopped.PREEMPTED and not self._evaluate():
             stopped = Stopped.PREEMPTED
         # Before the save: afterwards the launcher may already have ended a rank.
-        reason = self.preemption.explain() if stopped is Stopped.PREEMPTED else ""
+        reason, rank = self.preemption.agree() if stopped is Stopped.PREEMPTED else ("", 0)
         try:
             if not beyond:
                 self._save(last=True)
@@ -154,12 +152,8 @@ class TrainingLoop:
         self.checkpoints.close()  # not at the exit: a launcher may kill this rank before
         if stopped is Stopped.PREEMPTED and not self.save_error:
             self.show.stop()
-            restart = is_elastic(os.environ) and self.preemption.agree() == HOSTS_CHANGED
-            self.preemption.announce(
-                reason,
-                f"stopped after step {self.now.step}, saved {self.checkpoints.path}",
-                restart=restart,
-            )
+            done = f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
+            self.preemption.announce(reason, rank, done)
         return stopped
 
     def _end(self, stopped: Stopped) -> None:
