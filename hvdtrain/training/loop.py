@@ -15,7 +15,6 @@ from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
-from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
@@ -26,7 +25,8 @@ from hvdtrain.training.plan import Session
 from hvdtrain.training.profile_window import ProfileWindow
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.summary import (
-    headline,
+    evaluation_figures,
+    headlines,
     measured,
     rows,
     with_evaluation,
@@ -35,7 +35,6 @@ from hvdtrain.training.summary import (
 )
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
-from hvdtrain.training.trackers import Figures
 
 log = logging.getLogger(__name__)
 
@@ -83,20 +82,13 @@ class TrainingLoop:
     def announce(self, show: Progress, device: str) -> None:
         """Show the headline of the training, and from now on its progress, by ``show``."""
         self.show = show
-        plan, rate, updates = self.plan, self.rate, self.total_steps - self.now.step
-        head = headline(self.session, device)
-        if self.task.speed_only:
-            first = self.task.speed_only.format(updates=plural(max(0, updates), "update"))
-            lines = [first, head, f"global batch {plan.global_batch}"]
-        else:
-            lines = [
-                head,
-                f"{self.task.train.samples:,} {self.workload.unit}, global batch "
-                f"{plan.global_batch}, {plural(self.shards.steps_per_epoch, 'step')} per epoch, "
-                f"{plural(plan.epochs, 'epoch')}, "
-                f"learning rate {rate.base:g} x {rate.factor:g} = {rate.base * rate.factor:g}",
-            ]
-        lines += self.task.notes
+        lines = headlines(
+            self.session,
+            device,
+            rate=self.rate,
+            steps_per_epoch=self.shards.steps_per_epoch,
+            updates=max(0, self.total_steps - self.now.step),
+        )
         if self.now.step:
             lines.append(
                 f"resumed from {self.checkpoints.path}: step {self.now.step}, epoch "
@@ -218,8 +210,17 @@ class TrainingLoop:
         self.now.position = Position(epoch + 1)
         self.now.loss_sum, self.now.loss_count = 0.0, 0
         self._save()
+        tested = self.now.metrics or {}
+        figures = {
+            "epoch": epoch,
+            "step": self.now.step,
+            "loss": self.train_loss,
+            "seconds": sum(self.clock.seconds),
+            "elapsed": self.clock.elapsed(),
+            **evaluation_figures(self.task.metrics, tested),
+        }
         shown = "  ".join(f"{name} {value}" for name, value in self._measured().items())
-        self.show.epoch(self._epoch_record(epoch), shown)
+        self.show.epoch(figures, shown)
         return self._finished()
 
     def _check_replicas(self) -> None:
@@ -363,23 +364,6 @@ class TrainingLoop:
 
     def _measured(self) -> dict[str, str]:
         return measured(self.task.metrics, self.now.metrics or {})
-
-    def _epoch_record(self, epoch: int) -> Figures:
-        tested = self.now.metrics or {}
-        return {
-            "epoch": epoch,
-            "step": self.now.step,
-            "loss": self.train_loss,
-            "seconds": sum(self.clock.seconds),
-            "elapsed": self.clock.elapsed(),
-            "eval_loss": tested.get("loss"),
-            **{
-                f"eval_{name}": tested.get(name)
-                for metric in self.task.metrics
-                for name in metric.names
-            },
-            "eval_samples": tested.get("samples"),
-        }
 
     def _save(self, *, last: bool = False) -> None:
         self._read_losses()
