@@ -143,7 +143,7 @@ class TorchTask(Task):
         batch = self._on_device(batch)
         if self._guard is None:
             self._guard = Guard(self.model, self.optimizer)
-        if self.deferred:
+        if self.deferred or self.scaler.is_enabled():
             self._guard.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -213,6 +213,8 @@ class TorchTask(Task):
                 clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if self._guard and self.scaler.is_enabled():
+            self._guard.keep_finite()
 
     @property
     @override
