@@ -178,26 +178,26 @@ class Preemption:
             self.reason = reason
             self._on_request()
 
-    def agree(self) -> str:
-        """Return a reason to stop, the same on all ranks, which call it together; empty: none.
+    def agree(self) -> tuple[str, int]:
+        """Return a reason to stop, and the first rank that has it; all ranks must call it.
 
-        It is ``HOSTS_CHANGED`` only if no rank has another reason.
+        All return the same: an empty reason if there is none, ``HOSTS_CHANGED`` only if no rank has
+        another one.
         """
-        gathered = self.communicator.gather(self.reason.encode())
-        reasons = {reason.decode() for reason in gathered}
-        stops = sorted(reasons - {"", HOSTS_CHANGED})
-        return stops[0] if stops else max(reasons)
-
-    def explain(self) -> str:
-        """Return the reason of the first rank that was asked to stop; all ranks must call it."""
         reasons = [reason.decode() for reason in self.communicator.gather(self.reason.encode())]
-        rank = next((rank for rank, reason in enumerate(reasons) if reason), 0)
-        return f"{reasons[rank]} on rank {rank}" if rank else reasons[rank]
+        others = (reason for reason in reasons if reason not in ("", HOSTS_CHANGED))
+        reason = next(others, max(reasons))
+        return reason, reasons.index(reason)
 
-    def announce(self, reason: str, done: str, *, restart: bool) -> None:
-        """Report on rank 0 why the training stops and what was ``done``; or restart the ranks."""
+    def announce(self, reason: str, rank: int, done: str) -> None:
+        """Report on rank 0 why the training stops and what was ``done``.
+
+        If the hosts have changed, the ranks restart.
+        """
+        restart = reason == HOSTS_CHANGED
         if self.communicator.is_root:
-            text = f"{reason}: {done}: {resume_hint(restart=restart)}"
+            cause = f"{reason} on rank {rank}" if rank else reason
+            text = f"{cause}: {done}: {resume_hint(restart=restart)}"
             announce(text, mpirun_ends=self.reason in ENDING)
         if restart:
             restart_ranks()

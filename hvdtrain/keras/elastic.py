@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption
+from hvdtrain.adapters.preemption import Preemption
 from hvdtrain.errors import EXIT_PREEMPTED, UsageError
 from hvdtrain.keras import checkpoint, session
 from hvdtrain.keras import data as shards
@@ -174,12 +174,11 @@ class TensorFlowKerasState:
         if self.directory is None:
             return
         with self.adapter.waits.during(call):
-            reason = self._agreed_reason()
+            reason, rank = self._agreed_reason()
             if save or reason:
                 self.save()
         if reason:
-            done = f"committed {process_status.checkpoint}"
-            self._preemption.announce(reason, done, restart=reason == HOSTS_CHANGED)
+            self._preemption.announce(reason, rank, f"committed {process_status.checkpoint}")
             leave(EXIT_PREEMPTED)
 
     @contextmanager
@@ -199,8 +198,8 @@ class TensorFlowKerasState:
             if not self._runs:
                 self._preemption.ignore()
 
-    def _agreed_reason(self) -> str:
-        """Return the reason to stop, the same on all ranks; empty: continue."""
+    def _agreed_reason(self) -> tuple[str, int]:
+        """Return the reason to stop and its rank, the same on all ranks; empty: continue."""
         now = time.monotonic()
         self._longest = max(self._longest, now - (self._last_commit or now))
         self._last_commit = now

@@ -77,6 +77,14 @@ class Guard:
         self._optimizer.found_inf = bad if before is None else torch.maximum(before, bad)
         self._left_out = self._left_out + self._optimizer.found_inf
 
+    @torch.no_grad()
+    def keep_finite(self) -> None:
+        """End an update that a loss scaler may skip: restore statistics that are not finite."""
+        for buffer, before in zip(self._model.buffers(), self._before[0], strict=True):
+            if buffer.is_floating_point():
+                buffer.copy_(torch.where(buffer.isfinite(), buffer, before))
+        self._updates = 0
+
     def left_out(self) -> int:
         """Return the number of skipped last updates; restore the statistics that they changed."""
         number, updates = int(self._left_out), self._updates

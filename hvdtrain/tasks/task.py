@@ -24,6 +24,17 @@ class NotFinite:
     local: str  # cause on this rank, e.g. ``its loss is nan``; empty: unknown
 
 
+@dataclass(frozen=True)
+class LossScale:
+    """The factor of the loss in fp16, which keeps small gradients from becoming zero.
+
+    An update whose scaled gradients overflow is skipped, on all ranks, and the scale is halved.
+    """
+
+    scale: float
+    updates: int  # number of updates since it changed
+
+
 class Task(ABC):
     """A model with its data, optimizer and loss, for one process.
 
@@ -84,6 +95,14 @@ class Task(ABC):
     def deferred(self) -> bool:
         """Whether skipped updates are reported by ``updates_left_out``, not ``not_finite``."""
         return False
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale, the same on all ranks; None: the loss is not scaled."""
+        return None
+
+    def restore_loss_scale(self, saved: LossScale) -> None:  # noqa: B027 (Keras saves it)
+        """Continue with the ``loss_scale`` of a checkpoint, unless the optimizer's state has it."""
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context with the moving average of the weights, if the options ask for one."""

@@ -30,7 +30,7 @@ from hvdtrain.tasks.optimizers_pytorch import (
     local,
     make_optimizer,
 )
-from hvdtrain.tasks.task import NotFinite, Task
+from hvdtrain.tasks.task import LossScale, NotFinite, Task
 
 Losses = Callable[[torch.Tensor, Any], torch.Tensor]
 
@@ -143,7 +143,7 @@ class TorchTask(Task):
         batch = self._on_device(batch)
         if self._guard is None:
             self._guard = Guard(self.model, self.optimizer)
-        if self.deferred:
+        if self.deferred or self.scaler.is_enabled():
             self._guard.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -213,6 +213,19 @@ class TorchTask(Task):
                 clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if self._guard and self.scaler.is_enabled():
+            self._guard.keep_finite()
+
+    @property
+    @override
+    def loss_scale(self) -> LossScale | None:
+        state = self.scaler.state_dict()  # empty if the scaler is disabled
+        return LossScale(state["scale"], state["_growth_tracker"]) if state else None
+
+    @override
+    def restore_loss_scale(self, saved: LossScale) -> None:
+        state = {"scale": saved.scale, "_growth_tracker": saved.updates}
+        self.scaler.load_state_dict({**self.scaler.state_dict(), **state})
 
     @override
     def updates_left_out(self) -> int:

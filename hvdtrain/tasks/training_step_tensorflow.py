@@ -21,7 +21,7 @@ from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
 from hvdtrain.tasks.optimizers_tensorflow import make_optimizer, not_finite
-from hvdtrain.tasks.task import NotFinite, Task
+from hvdtrain.tasks.task import LossScale, NotFinite, Task
 
 Losses = Callable[[Any, Any], Any]
 
@@ -146,6 +146,18 @@ class TFTask(Task):
             self.not_finite = NotFinite(name, self._local_cause(loss, local))
         return loss
 
+    @property
+    def _scales_loss(self) -> bool:
+        return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
+
+    @property
+    @override
+    def loss_scale(self) -> LossScale | None:
+        if not self._scales_loss:
+            return None
+        scale, updates = self.optimizer.dynamic_scale, self.optimizer.step_counter
+        return LossScale(float(scale), int(updates))
+
     def _tensors(self, batch: Batch) -> dict[str, Any]:
         """Return the fields of a training batch, ``boxes`` in pixels."""
         tensors = {"x": batch.x, "y": batch.y}
@@ -164,7 +176,13 @@ class TFTask(Task):
         for index, state in enumerate(self._seeds):
             state.assign(tf.cast(tf.stack([seed, index]), state.dtype))
         variables = self.model.trainable_variables
+        others = self.model.non_trainable_variables if self._scales_loss else []
+        before = [tf.identity(variable.value) for variable in others]
         loss, gradients = self._accumulated(Batch(**tensors))
+        for variable, value in zip(others, before, strict=True):
+            if variable.value.dtype.is_floating:  # e.g. running statistics of a skipped update
+                finite = tf.math.is_finite(variable.value)
+                variable.assign(tf.where(finite, variable.value, value))
         return loss, *self._apply(gradients, variables, learning_rate)
 
     def _accumulated(self, batch: Batch) -> tuple[Any, list[Any]]:

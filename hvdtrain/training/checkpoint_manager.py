@@ -20,6 +20,7 @@ from hvdtrain.steps.sharding import Position
 from hvdtrain.steps.summary import Saves, Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
+from hvdtrain.tasks.task import LossScale
 from hvdtrain.training.plan import Session, training_origin
 from hvdtrain.training.tracking import new_training_id
 
@@ -38,6 +39,7 @@ class TrainState:
     skipped: int = 0  # number of updates skipped since the start: gradients were not finite
     # Start of each global batch that is skipped after a rollback: [epoch, consumed].
     left_out: list[list[int]] = field(default_factory=list)
+    loss_scale: LossScale | None = None  # when it was saved
     training_id: str = field(default_factory=new_training_id)  # for trackers
 
 
@@ -119,6 +121,8 @@ class CheckpointManager:
         now = train_state(state)
         if self.adapter.world.data_rank:  # only data rank 0 continues the sums of this epoch
             now.loss_sum, now.loss_count = 0.0, 0
+        if now.loss_scale:
+            self.task.restore_loss_scale(now.loss_scale)
         self.path, self._saved = state["path"], _mark(now)
         self._compare_decoder(state["origin"].get("decoder"))
         return now
@@ -193,7 +197,7 @@ class CheckpointManager:
         self.adapter.communicator.on_root(self._check_lock)
         means, count = self.adapter.average_metrics(now.loss_count, loss=now.loss_sum)
         state = {
-            **asdict(now),
+            **asdict(replace(now, loss_scale=self.task.loss_scale)),
             "loss_sum": means["loss"] * count if count else 0.0,
             "loss_count": count,
             "stopped": stopped,  # for a chain of jobs

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
-import os
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import NoReturn
 
-from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption, wait_for_agent
-from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, TrainingError
+from hvdtrain.adapters.preemption import Preemption, wait_for_agent
+from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, CheckpointError, TrainingError
 from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
-from hvdtrain.system.output.text import plural
-from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.losses import Losses
 from hvdtrain.training.on_nan import OnNan
 from hvdtrain.training.plan import Session
 from hvdtrain.training.profile_window import ProfileWindow
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.summary import (
-    headline,
+    evaluation_figures,
+    headlines,
     measured,
     rows,
     with_evaluation,
@@ -34,7 +35,8 @@ from hvdtrain.training.summary import (
 )
 from hvdtrain.training.throughput import Clock
 from hvdtrain.training.timeline_window import TimelineWindow
-from hvdtrain.training.trackers import Figures
+
+log = logging.getLogger(__name__)
 
 LINES_PER_EPOCH = 20  # log intervals
 EARLY = (Stopped.PREEMPTED, Stopped.DIVERGED)
@@ -57,10 +59,9 @@ class TrainingLoop:
         self.preemption = Preemption(adapter.communicator, self._want_stop)
         self.timeline = TimelineWindow(options, adapter)
         self.profile = ProfileWindow(options, adapter)
-        self.pending: list[tuple[Part, Any]] = []  # losses not yet read
+        self.losses = Losses(self.task, adapter)
         self.train_loss: float | None = None
-        self.interval_sum = 0.0  # of this rank's losses since the last log line
-        self.interval_count = 0  # number of samples since then, of all ranks
+        self.save_error: CheckpointError | None = None  # of the last save
         self.compiled: set[int] = set()  # sizes of global batches
         self.checkpoints = CheckpointManager(session)
         self.on_nan = OnNan(session, self.checkpoints)
@@ -81,20 +82,13 @@ class TrainingLoop:
     def announce(self, show: Progress, device: str) -> None:
         """Show the headline of the training, and from now on its progress, by ``show``."""
         self.show = show
-        plan, rate, updates = self.plan, self.rate, self.total_steps - self.now.step
-        head = headline(self.session, device)
-        if self.task.speed_only:
-            first = self.task.speed_only.format(updates=plural(max(0, updates), "update"))
-            lines = [first, head, f"global batch {plan.global_batch}"]
-        else:
-            lines = [
-                head,
-                f"{self.task.train.samples:,} {self.workload.unit}, global batch "
-                f"{plan.global_batch}, {plural(self.shards.steps_per_epoch, 'step')} per epoch, "
-                f"{plural(plan.epochs, 'epoch')}, "
-                f"learning rate {rate.base:g} x {rate.factor:g} = {rate.base * rate.factor:g}",
-            ]
-        lines += self.task.notes
+        lines = headlines(
+            self.session,
+            device,
+            rate=self.rate,
+            steps_per_epoch=self.shards.steps_per_epoch,
+            updates=max(0, self.total_steps - self.now.step),
+        )
         if self.now.step:
             lines.append(
                 f"resumed from {self.checkpoints.path}: step {self.now.step}, epoch "
@@ -104,7 +98,12 @@ class TrainingLoop:
         self.show.begin(lines, self.total_steps, self.now.step)
 
     def run(self) -> int:
-        """Train to the end or a stop; save, evaluate, write the summary; return the exit code."""
+        """Train to the end or a stop; save, evaluate, write the summary; return the exit code.
+
+        Raises:
+            CheckpointError: on every rank, after the summary, if the last save failed.
+            TrainingError: the training failed.
+        """
         if self.options.checkpoint_dir:
             self.preemption.listen()
             self.preemption.watch()
@@ -115,6 +114,8 @@ class TrainingLoop:
                 self._end(Stopped.DIVERGED)
             raise
         self._end(stopped)
+        if self.save_error:
+            raise self.save_error
         if stopped is not Stopped.PREEMPTED:
             return EXIT_OK
         wait_for_agent(lambda: bool(self.preemption.reason))
@@ -128,24 +129,23 @@ class TrainingLoop:
         stopped = self._finished()
         while stopped is None:
             try:
-                stopped = self._epoch()
+                stopped = self._updates() or self._end_epoch()
             except _RepeatError:
                 continue
         if stopped is not Stopped.PREEMPTED and not self._evaluate():
             stopped = Stopped.PREEMPTED
         # Before the save: afterwards the launcher may already have ended a rank.
-        reason = self.preemption.explain() if stopped is Stopped.PREEMPTED else ""
-        if not beyond:
-            self._save(last=True)
+        reason, rank = self.preemption.agree() if stopped is Stopped.PREEMPTED else ("", 0)
+        try:
+            if not beyond:
+                self._save(last=True)
+        except CheckpointError as error:
+            self.save_error = error
         self.checkpoints.close()  # not at the exit: a launcher may kill this rank before
-        if stopped is Stopped.PREEMPTED:
+        if stopped is Stopped.PREEMPTED and not self.save_error:
             self.show.stop()
-            restart = is_elastic(os.environ) and self.preemption.agree() == HOSTS_CHANGED
-            self.preemption.announce(
-                reason,
-                f"stopped after step {self.now.step}, saved {self.checkpoints.path}",
-                restart=restart,
-            )
+            done = f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
+            self.preemption.announce(reason, rank, done)
         return stopped
 
     def _end(self, stopped: Stopped) -> None:
@@ -154,17 +154,23 @@ class TrainingLoop:
         self.profile.close(discards=stopped in EARLY)
         self._sum_up(stopped)
 
+    @property
+    def _at_epoch_end(self) -> bool:
+        """Whether the updates of the epoch are done, but not ``_end_epoch``."""
+        return self.now.position.consumed >= self.shards.samples
+
     def _finished(self) -> Stopped | None:
-        if self.plan.num_steps is not None and self.now.step >= self.plan.num_steps:
+        last, step = self.plan.num_steps, self.now.step
+        # At the end of an epoch only after ``_end_epoch``, unless resumed beyond the last step.
+        if last is not None and step >= last + self._at_epoch_end:
             return Stopped.STEPS
         return Stopped.FINISHED if self.now.position.epoch >= self.plan.epochs else None
 
-    def _epoch(self) -> Stopped | None:
-        """Train to the end of the epoch or to a stop; return its reason, None to continue."""
-        epoch = self.now.position.epoch
+    def _updates(self) -> Stopped | None:
+        """Train to the end of the epoch's updates, or to a stop; return its reason."""
         parts = (
             part
-            for part in self.shards.parts(epoch, self.now.position.consumed)
+            for part in self.shards.parts(self.now.position.epoch, self.now.position.consumed)
             if [part.start.epoch, part.start.consumed] not in self.now.left_out
         )
         self.clock.resume()
@@ -177,22 +183,44 @@ class TrainingLoop:
                 self.checkpoints.poll()
             self._check_replicas()
             if reason := self._finished():
-                if reason is Stopped.FINISHED or self.now.position.epoch > epoch:
-                    break
-                self._end_of_epoch_loss(reset=False)
+                self._read_losses()
+                self.train_loss = self.losses.of_epoch(self.now)
                 return reason
-            if self.checkpoints.is_due(self.now.step):
+            if self.checkpoints.is_due(self.now.step) and not self._at_epoch_end:
                 self._save()
                 self.clock.resume()
-        self.now.position = Position(epoch + 1)  # also if the last global batch was skipped
-        self._end_of_epoch_loss(reset=True)
-        selected, done = self.options.evaluate_epochs, epoch + 1
-        evaluates = selected is None or done in selected or done >= self.plan.epochs
-        if evaluates and not self._evaluate():
-            return Stopped.PREEMPTED
+        return None
+
+    def _end_epoch(self) -> Stopped | None:
+        """Evaluate, save and record the epoch whose updates are done; return as ``_updates``.
+
+        Until the evaluation is done, the position remains at the end of that epoch: a training
+        that resumes there repeats this method.
+        """
+        epoch = self.now.position.epoch
+        self._read_losses()
+        # Also if the last global batches were skipped.
+        self.now.position = Position(epoch, self.shards.samples)
+        self.train_loss = self.losses.of_epoch(self.now)
+        if self._evaluates_after(epoch):
+            if self.checkpoints.is_due(self.now.step):
+                self._save()
+            if not self._evaluate():
+                return Stopped.PREEMPTED
+        self.now.position = Position(epoch + 1)
+        self.now.loss_sum, self.now.loss_count = 0.0, 0
         self._save()
+        tested = self.now.metrics or {}
+        figures = {
+            "epoch": epoch,
+            "step": self.now.step,
+            "loss": self.train_loss,
+            "seconds": sum(self.clock.seconds),
+            "elapsed": self.clock.elapsed(),
+            **evaluation_figures(self.task.metrics, tested),
+        }
         shown = "  ".join(f"{name} {value}" for name, value in self._measured().items())
-        self.show.epoch(self._epoch_record(epoch), shown)
+        self.show.epoch(figures, shown)
         return self._finished()
 
     def _check_replicas(self) -> None:
@@ -233,11 +261,14 @@ class TrainingLoop:
         self.on_nan.note_update()
         self.now.step += 1
         self.now.samples += part.global_count
-        self.now.position = part.end
+        consumed = part.start.consumed + part.global_count
+        self.now.position = Position(part.start.epoch, consumed)
         self.now.metrics = None
-        self.pending.append((part, loss))
+        self.losses.unread.append((part, loss))
         if self.now.step % self.read_every == 0 or self.now.step % self.log_every == 0:
             self._read_losses(in_step=True)
+            with self._saving_before_error():
+                self.on_nan.check_loss_scale(self.now.step)
         pauses = part.end.epoch > part.start.epoch or self._finished() is not None
         profiled = self.profile.leave(self.now.step, pauses=pauses)
         recorded = self.timeline.leave(self.now.step) or profiled
@@ -264,20 +295,15 @@ class TrainingLoop:
             _RepeatError: the training continues.
             TrainingError: on every rank, if the training ends.
         """
-        try:
+        with self._saving_before_error():
             now = self.on_nan.leave_out(self.now, part, before, self.show.message)
-        except TrainingError:
-            with contextlib.suppress(TrainingError):  # the weights are those before the update
-                self._save(last=True)
-            raise
-        if now is not self.now:  # discard losses of undone updates
-            self.pending.clear()
-            self.interval_sum, self.interval_count = 0.0, 0
+        if now is not self.now:
+            self.losses.discard()
         self.now = now
         raise _RepeatError
 
     def _read_losses(self, *, in_step: bool = False) -> None:
-        """Read the pending losses; raise if one is not finite.
+        """Read the losses of the latest updates; raise if one is not finite.
 
         This synchronizes with a GPU: within a step (``in_step``) the time counts for that step,
         otherwise it is added to the last one.
@@ -285,42 +311,24 @@ class TrainingLoop:
         Raises:
             _RepeatError: some of those updates were not made.
         """
-        left_out = self.task.updates_left_out() if self.task.deferred else 0
-        count = len(self.pending) - left_out
-        unmade, self.pending = self.pending[count:], self.pending[:count]
-        values = self.task.loss_values([loss for _, loss in self.pending])
-        for back, ((part, _), value) in enumerate(zip(self.pending, values, strict=True)):
-            if not math.isfinite(value):
-                step = self.now.step - len(values) + back + 1
-                raise TrainingError(
-                    f"the loss is {value} at step {step} (epoch {part.start.epoch + 1}): lower "
-                    "--lr, or check the data of this rank. Checkpoints on disk are of earlier steps"
-                )
-            self.now.loss_sum += value * part.count
-            self.now.loss_count += part.count
-            self.interval_sum += value * part.count
-            self.interval_count += part.global_count
-        if self.pending and not in_step:
+        extends = self.losses.unread and not in_step
+        unmade = self.losses.read(self.now)
+        if extends:
             self.clock.extend()
-        self.pending.clear()
         if self.adapter.meter:
             self.adapter.meter.sample()
         if unmade:
-            self.on_nan.go_back(self.now, [part for part, _ in unmade])
+            self.on_nan.go_back(self.now, unmade)
             raise _RepeatError
 
     def _log(self, part: Part, epochs: float) -> None:
         with self.clock.timing_collective():
-            means, count = self.adapter.average_metrics(
-                self.now.loss_count, loss=self.now.loss_sum, interval=self.interval_sum
-            )
-        step_loss = means["interval"] * count / self.interval_count
-        self.interval_sum, self.interval_count = 0.0, 0
+            loss, step_loss = self.losses.of_interval(self.now)
         rate = self.clock.recent_rate(self.log_every)
         record = {
             "step": self.now.step,
             "epoch": part.start.epoch,
-            "loss": means["loss"],
+            "loss": loss,
             "step_loss": step_loss,
             "learning_rate": self.rate(epochs),
             "images_per_second": rate,
@@ -330,17 +338,20 @@ class TrainingLoop:
             record["gpu_busy"] = self.adapter.meter.recent
         self.show.step(record)
 
-    def _end_of_epoch_loss(self, *, reset: bool) -> None:
-        self._read_losses()
-        means, count = self.adapter.average_metrics(self.now.loss_count, loss=self.now.loss_sum)
-        self.train_loss = means["loss"] if count else None
-        if reset:
-            self.now.loss_sum, self.now.loss_count = 0.0, 0
+    def _evaluates_after(self, epoch: int) -> bool:
+        selected, done = self.options.evaluate_epochs, epoch + 1
+        chosen = selected is None or done in selected or done >= self.plan.epochs
+        return chosen and self._can_evaluate
+
+    @property
+    def _can_evaluate(self) -> bool:
+        return self.task.test is not None and not self.options.benchmark
 
     def _evaluate(self) -> bool:
         """Evaluate on the whole test set, each sample once; False if a stop interrupted it."""
-        if self.task.test is None or self.now.metrics is not None or self.options.benchmark:
+        if self.now.metrics is not None or not self._can_evaluate:
             return True
+        self.checkpoints.finish()  # nothing would complete it during the evaluation
 
         def stops() -> bool:
             self._watch_walltime()
@@ -354,28 +365,25 @@ class TrainingLoop:
     def _measured(self) -> dict[str, str]:
         return measured(self.task.metrics, self.now.metrics or {})
 
-    def _epoch_record(self, epoch: int) -> Figures:
-        tested = self.now.metrics or {}
-        return {
-            "epoch": epoch,
-            "step": self.now.step,
-            "loss": self.train_loss,
-            "seconds": sum(self.clock.seconds),
-            "elapsed": self.clock.elapsed(),
-            "eval_loss": tested.get("loss"),
-            **{
-                f"eval_{name}": tested.get(name)
-                for metric in self.task.metrics
-                for name in metric.names
-            },
-            "eval_samples": tested.get("samples"),
-        }
-
     def _save(self, *, last: bool = False) -> None:
         self._read_losses()
         self.checkpoints.save(self.now, self._finished(), last=last)  # step 7
         if not last:
             self.checkpoints.choose_next(self.now.step, self.clock.mean_recent())
+
+    @contextlib.contextmanager
+    def _saving_before_error(self) -> Iterator[None]:
+        """Save if a ``TrainingError`` ends the training; if that fails, it remains the error."""
+        try:
+            yield
+        except TrainingError:
+            try:
+                with contextlib.suppress(TrainingError):
+                    self._save(last=True)
+            except CheckpointError as error:
+                text = str(error)
+                self.adapter.communicator.on_root(lambda: log.warning("%s", text))
+            raise
 
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages

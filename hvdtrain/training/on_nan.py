@@ -15,6 +15,7 @@ from hvdtrain.training.plan import Session
 
 MOST_SKIPPED = 10  # consecutive updates that --on-nan skip skips
 MOST_ROLLBACKS = 3
+LEAST_SCALE = 2.0**-10  # of the loss: 26 updates in a row after an initial scale of 65536
 
 
 class OnNan:
@@ -46,6 +47,18 @@ class OnNan:
         """Record that an update was made, or is deferred."""
         self._consecutive = 0
         self._task.may_defer = self._may_defer
+
+    def check_loss_scale(self, step: int) -> None:
+        """Raise ``TrainingError``, on every rank, if updates have overflowed up to ``step``."""
+        scaled = self._task.loss_scale
+        if scaled and not scaled.scale >= LEAST_SCALE:
+            raise agreed(
+                TrainingError(
+                    f"the loss scale is {scaled.scale:g} at step {step}: gradients in fp16 are not "
+                    "finite, however small the scale. Lower --lr, check the data, or use "
+                    "--precision bf16 or fp32"
+                )
+            )
 
     def go_back(self, now: TrainState, parts: list[Part]) -> None:
         """Go back to before the updates of ``parts``, the first of which was not made."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from hvdtrain import __version__
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.options import Options
+from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.summary import Bubble, Stopped, Summary
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.frameworks import versions
@@ -54,6 +55,23 @@ def headline(session: Session, device: str) -> str:
         f"{adapter.name}, {plural(adapter.world.size, 'rank')} on "
         f"{plural(adapter.world.hosts, 'host')}, {device} per rank, {options.precision}"
     )
+
+
+def headlines(
+    session: Session, device: str, *, rate: LearningRate, steps_per_epoch: int, updates: int
+) -> list[str]:
+    """Return the first lines of a training, of which ``updates`` are to be made."""
+    plan, task, head = session.plan, session.task, headline(session, device)
+    if task.speed_only:
+        first = task.speed_only.format(updates=plural(updates, "update"))
+        return [first, head, f"global batch {plan.global_batch}", *task.notes]
+    return [
+        head,
+        f"{task.train.samples:,} {session.workload.unit}, global batch {plan.global_batch}, "
+        f"{plural(steps_per_epoch, 'step')} per epoch, {plural(plan.epochs, 'epoch')}, "
+        f"learning rate {rate.base:g} x {rate.factor:g} = {rate.base * rate.factor:g}",
+        *task.notes,
+    ]
 
 
 def with_session(summary: Summary, session: Session) -> Summary:
@@ -140,6 +158,14 @@ def environment(world: World) -> dict[str, object]:
         },
         "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def evaluation_figures(
+    metrics: Sequence[Metric], tested: Mapping[str, float]
+) -> dict[str, float | None]:
+    """Return the figures of an evaluation for ``--metrics``; None: unknown."""
+    names = ["loss", *(name for metric in metrics for name in metric.names), "samples"]
+    return {f"eval_{name}": tested.get(name) for name in names}
 
 
 def measured(metrics: Sequence[Metric], tested: Mapping[str, float]) -> dict[str, str]:

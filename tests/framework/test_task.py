@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
+from hvdtrain.tasks.task import LossScale
 
 
 def test_updates_are_seeded_as_by_torch_and_queue_nothing() -> None:
@@ -150,6 +152,44 @@ def test_the_gradients_of_a_compiled_network_are_those_of_the_network(
         gradients.append([value.grad.numpy() for value in task.model.parameters()])
     for plain, compiled in zip(*gradients, strict=True):
         assert np.linalg.norm(compiled - plain) <= 1e-12 * np.linalg.norm(plain)
+
+
+def test_an_update_that_the_loss_scaler_skips_leaves_finite_statistics_in_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    from hvdtrain.tasks.dataset import Batch
+    from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
+
+    options = replace(Options(), precision="fp32", device="cpu", weight_decay=0.0)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    data = InMemory(np.zeros((1, 3)), np.zeros(1, np.int64), "cpu")
+    task = TorchTask(model, options, data, None)
+    task.scaler = torch.amp.GradScaler("cpu")
+    x, y = torch.arange(12.0).reshape(4, 3) ** 2, torch.tensor([0, 1, 0, 1])
+    bad = torch.where(torch.arange(3) == 1, torch.inf, x)
+    losses = [task.update(Batch(each, y), learning_rate=0.1, seed=1) for each in (x, bad, x)]
+    assert task.loss_scale == LossScale(2.0**15, 1)
+    first, second, third = task.loss_values(losses)
+    assert not math.isfinite(second) and third < first
+    assert all(tensor.isfinite().all() for tensor in task.model.state_dict().values())
+
+
+def test_an_update_that_the_loss_scaler_skips_leaves_finite_statistics_in_tensorflow() -> None:
+    keras = pytest.importorskip("keras")
+    from hvdtrain.tasks import training_step_tensorflow as tensorflow
+    from hvdtrain.tasks.dataset import Batch
+
+    options = replace(Options(), precision="fp32", device="cpu")
+    layers = [keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    data = tensorflow.InMemory(np.zeros((1, 3), np.float32), np.zeros(1, np.int64), "/CPU:0")
+    task = tensorflow.TFTask(keras.Sequential([keras.Input((3,)), *layers]), options, data, None)
+    task.optimizer = keras.optimizers.LossScaleOptimizer(task.optimizer)
+    task.optimizer.build(task.model.trainable_variables)
+    x, y = np.arange(12, dtype=np.float32).reshape(4, 3) ** 2, np.array([0, 1, 0, 1])
+    bad = np.where(np.arange(3) == 1, np.inf, x).astype(np.float32)
+    for each in (x, bad, x):
+        task.update(Batch(each, y), learning_rate=0.1, seed=1)
+    assert task.loss_scale == LossScale(2.0**14, 1)
+    assert all(np.isfinite(variable.numpy()).all() for variable in task.model.variables)
 
 
 def test_updates_of_tensorflow_retain_no_memory() -> None:

@@ -96,6 +96,20 @@ def test_resumed_is_bit_equal(strategy: str, tmp_path: Path) -> None:
     assert_same(uncut[-1], resumed[-1])
 
 
+@needs_gpu
+def test_the_loss_scale_is_resumed(tmp_path: Path) -> None:
+    uncut = saved("ddp", tmp_path / "uncut", "--precision=fp16", "--num-steps=8")
+    line = ("ddp", tmp_path / "cut", "--precision=fp16")
+    saved(*line, "--num-steps=3")
+    resumed = saved(*line, "--num-steps=8", "--resume=must")
+    assert_same(uncut[-1], resumed[-1])
+    scales = [
+        json.loads((saves[-1] / "state.json").read_text())["loss_scale"]
+        for saves in (uncut, resumed)
+    ]
+    assert scales[0] == scales[1] is not None
+
+
 @pytest.mark.parametrize("strategy", FEW)
 def test_a_save_in_the_background_has_the_state_of_its_step(strategy: str, tmp_path: Path) -> None:
     """The accelerator writes the copies itself; no later update may change them."""

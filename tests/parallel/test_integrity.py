@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -23,6 +24,7 @@ from tests.parallel.conftest import (
     Training,
     assert_bit_equal,
     assert_close,
+    assert_one_line,
     empty_library,
 )
 
@@ -217,6 +219,32 @@ def test_gradients_that_are_not_finite(framework: str, tmp_path: Path) -> None:
         alone = train_on_a_bad_sample(1, tmp_path / "one", line, "--on-nan=skip")
         assert alone.summary["steps_skipped"] == 3
         assert_close(alone, again, 1e-9)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_loss_scaler_skips_updates_and_its_scale_is_resumed(
+    framework: str, tmp_path: Path
+) -> None:
+    """In each epoch one update of two has a loss that is not finite, on one rank."""
+    line, bad = f"--framework={framework}", "-1,scaled"
+    uncut = train_on_a_bad_sample(2, tmp_path / "uncut", line, bad=bad)
+    assert uncut.summary["steps_completed"] == 6
+    assert uncut.summary["train_loss"] > 0
+    train_on_a_bad_sample(2, tmp_path / "cut", line, "--num-steps=4", bad=bad)
+    resumed = train_on_a_bad_sample(2, tmp_path / "cut", line, bad=bad)
+    assert_bit_equal(uncut, resumed)
+    first, second = (
+        json.loads((one.newest / "state.json").read_text()) for one in (uncut, resumed)
+    )
+    initial = 2**15 if framework == "tensorflow" else 2**16
+    assert first["loss_scale"] == second["loss_scale"] == {"scale": initial / 8, "updates": 1}
+
+
+def test_a_loss_scale_that_falls_ever_further_ends_the_training(tmp_path: Path) -> None:
+    stopped = train_on_a_bad_sample(2, tmp_path, *MANY_STEPS, bad="0:1500,scaled", code=1)
+    assert_one_line(stopped.outcome, 1, "loss scale", "at step 27", "--precision bf16")
+    assert stopped.summary["stopped"] == "diverged"
+    assert stopped.newest.name == "step-000000027"
 
 
 MANY_STEPS = ("--global-batch-size=100", "--momentum=0.9")

@@ -1,4 +1,4 @@
-"""``hvdtrain.mnist`` with a fault: ``faulty_trainer.py FAULT[:VALUE...] OPTIONS...``.
+"""``hvdtrain.mnist`` with faults: ``faulty_trainer.py FAULT[:VALUE...][,FAULT...] OPTIONS...``.
 
 Each fault is a function below, which takes the values; ranks are those of mpirun.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from hvdtrain.steps.sharding import Part, permutation
 from hvdtrain.system.runtime import waits
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.tasks.dataset import Batch
+from hvdtrain.training import loop as loop_module
 from hvdtrain.training.loop import TrainingLoop
 
 FRAMEWORK = "tensorflow" if "--framework=tensorflow" in sys.argv else "pytorch"
@@ -101,6 +103,21 @@ def bad_samples(first: str, end: str = "", fused: str = "") -> None:
         as_on_a_gpu(defers=fused == "deferred")
 
 
+def scaled() -> None:
+    """Scale the loss, as with fp16 on a GPU."""
+    start = Task.__init__
+
+    def start_scaled(task: Any, *arguments: Any, **named: Any) -> None:
+        start(task, *arguments, **named)
+        if FRAMEWORK == "pytorch":
+            task.scaler = tasks.torch.amp.GradScaler("cpu", growth_interval=3)
+        else:
+            task.optimizer = tasks.keras.optimizers.LossScaleOptimizer(task.optimizer)
+            task.optimizer.build(task.model.trainable_variables)
+
+    Task.__init__ = start_scaled
+
+
 def nan() -> None:
     """Make the input of step 4 not a number on rank 1."""
     whole, steps = tasks.TorchTask._input, []
@@ -150,6 +167,46 @@ def crash(how: str) -> None:
     TrainingLoop._update = crashing  # type: ignore[method-assign]
 
 
+def stop(when: str, step: str) -> None:
+    """Request a stop on rank 1: for the flags of an update, or in the evaluation after it.
+
+    Or lose rank 1 in that evaluation (``lost``).
+    """
+    update, evaluation, last = TrainingLoop._update, loop_module.evaluate, int(step)
+    loops: list[TrainingLoop] = []
+
+    def updated(run: TrainingLoop, *arguments: Any) -> None:
+        loops[:] = [run]
+        if when == "update" and run.now.step == last - 1 and RANK == 1:
+            run.preemption.want_stop("a test")
+        update(run, *arguments)
+
+    def evaluated(*arguments: Any, **named: Any) -> Any:
+        if loops and loops[0].now.step == last and RANK == 1:
+            if when == "lost":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if when == "evaluation":
+                loops[0].preemption.want_stop("a test")
+        return evaluation(*arguments, **named)
+
+    TrainingLoop._update, loop_module.evaluate = updated, evaluated  # type: ignore[method-assign]
+
+
+def full(first: str, last: str) -> None:
+    """Let the kernel refuse to write files, after update ``first`` until update ``last``."""
+    update = TrainingLoop._update
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(run: TrainingLoop, *arguments: Any) -> None:
+        update(run, *arguments)
+        if run.now.step == int(last):
+            run.checkpoints.finish()
+        size = 20_000 if int(first) <= run.now.step < int(last) else most
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+
+    TrainingLoop._update = limited  # type: ignore[method-assign]
+
+
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
 
 
@@ -183,9 +240,10 @@ def waits_for_no_tensor() -> None:
     as_on_a_gpu()
 
 
-FAULTS = (late, flip, bad_samples, nan, hang, crash, waits_for_no_tensor)
+FAULTS = (late, flip, bad_samples, scaled, nan, hang, crash, stop, full, waits_for_no_tensor)
 
 if __name__ == "__main__":
-    name, *values = sys.argv.pop(1).split(":")
-    {fault.__name__: fault for fault in FAULTS}[name](*values)
+    for words in sys.argv.pop(1).split(","):
+        name, *values = words.split(":")
+        {fault.__name__: fault for fault in FAULTS}[name](*values)
     run_and_exit(mnist.main)

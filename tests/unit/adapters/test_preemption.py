@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hvdtrain.adapters.preemption import wait_for_agent
+from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption, wait_for_agent
+from hvdtrain.collectives.base import Communicator
 
 PROGRAM = """
 import time
@@ -49,6 +51,26 @@ def test_a_signal_asks_and_does_not_kill(number: signal.Signals) -> None:
                 assert process.poll() is None
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("reasons", "expected"),
+    [
+        (("", "", ""), ("", 0)),
+        (("", HOSTS_CHANGED, HOSTS_CHANGED), (HOSTS_CHANGED, 1)),
+        ((HOSTS_CHANGED, "", "SIGUSR1"), ("SIGUSR1", 2)),
+        (("", "SIGTERM", "SIGINT"), ("SIGTERM", 1)),
+    ],
+)
+def test_all_ranks_agree_on_a_reason_and_its_first_rank(
+    on_ranks: Any, reasons: tuple[str, ...], expected: tuple[str, int]
+) -> None:
+    def agree(communicator: Communicator) -> tuple[str, int]:
+        preemption = Preemption(communicator)
+        preemption.reason = reasons[communicator.rank]
+        return preemption.agree()
+
+    assert on_ranks(3, agree) == [expected] * 3
 
 
 START = """

@@ -44,6 +44,7 @@ def test_the_figures_of_saves_in_the_background(
         train=SimpleNamespace(samples=32),
         best=["accuracy", True],
         decoder="pillow",
+        loss_scale=None,
     )
     session: Any = SimpleNamespace(
         options=Options(checkpoint_dir=tmp_path),
