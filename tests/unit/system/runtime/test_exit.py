@@ -202,7 +202,7 @@ def test_agreement_is_a_mark_on_the_error() -> None:
 
 
 READER = """
-import glob, os, signal, sys, tempfile
+import glob, os, psutil, signal, sys, tempfile
 from hvdtrain.system.runtime.outlive import STOP_SIGNALS, end_with_parent, worker_context
 from hvdtrain.system.runtime.scratch import use_scratch_directory
 
@@ -222,6 +222,8 @@ if __name__ == "__main__":
     context.Process(target=work, args=(queue,), daemon=True).start()
     tempfile.mkstemp()
     assert queue.get() == set(STOP_SIGNALS) and not blocked()
+    for process in psutil.Process().children(recursive=True):
+        process.send_signal(signal.SIGUSR1)
     folder = tempfile.gettempdir()
     print(folder, len(glob.glob(f"/dev/shm/sem.{os.path.basename(folder)}-*")), flush=True)
     if sys.argv[1] == "kill":
