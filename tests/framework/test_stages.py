@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,7 +127,8 @@ def test_the_bubble_by_formula_and_by_the_mean_step() -> None:
     adapter.world = World(0, 4, 0, 4, "h", 1, stages=4)
     split = StepSplit(steps=3, data=0.25, compute=2.0, communication=1.0, waiting=0.75)
     assert adapter.bubble(split) is None  # nothing was trained
-    adapter._gradient_sums = [SimpleNamespace(most=7)]
+    pipeline = type("Pipeline", (), {"most": 7})()
+    adapter.add_sums(pipeline)
     assert adapter.bubble(split) == Bubble(4, 7, 0.3, 1.75 / 4)
     assert adapter.bubble(StepSplit(data=0.25, undivided=3.0)) == Bubble(4, 7, 0.3, None)
     assert adapter.bubble(None) == Bubble(4, 7, 0.3, None)

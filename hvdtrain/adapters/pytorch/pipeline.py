@@ -122,20 +122,20 @@ class PipelineAdapter(ShardedAdapter):
             peers=self.peers,
             micro_batches=self.micro_batches,
         )
-        self.register(optimizer, pipeline, StageView(self, pipeline))
+        self.register(pipeline, optimizer, pipeline, StageView)
         return pipeline, optimizer
 
     @override
     def sum_shards(self, values: Any) -> Any:
-        if self._gradient_sums:
+        if sums := self.gradient_sums:
             # The first stage to finish waits here for the backward passes of the others.
-            with self.waits.during(SUM), self._gradient_sums[0].blocked():
+            with self.waits.during(SUM), sums[-1].blocked():
                 self.stage_group.sum_tensor(values, "")
         return values
 
     @override
     def bubble(self, split: StepSplit | None) -> Bubble | None:
-        number = max((pipeline.most for pipeline in self._gradient_sums), default=0)
+        number = max((pipeline.most for pipeline in self.gradient_sums), default=0)
         if not number or self.world.stages == 1:
             return None
         parts = [split.data, split.compute, split.communication, split.waiting] if split else []
