@@ -78,13 +78,6 @@ def test_a_model_can_define_its_layers() -> None:
     assert (owners["unused"], owners["first.bias"], owners["second.bias"]) == (0, 0, 1)
 
 
-def test_the_former_name_of_the_method_is_deprecated() -> None:
-    model = torch.nn.Linear(2, 2)
-    model.in_a_row = lambda: [model]
-    with pytest.warns(DeprecationWarning, match="pipeline_layers"):
-        assert stages.layers_of(model) == [model]
-
-
 def test_what_cannot_be_cut() -> None:
     with pytest.raises(UsageError, match=r"those of Linear are unknown: use"):
         stages.layers_of(torch.nn.Linear(2, 2))
