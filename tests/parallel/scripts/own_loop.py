@@ -269,25 +269,29 @@ def adversarial() -> None:
 
 
 def one_model_after_the_other() -> None:
-    """As in a cross-validation: a deleted model is released, and its flags are not used."""
+    """As in a cross-validation: the flags of the last update count, and models are released."""
     other = adapter("pytorch", strategy)
     other.initialize()
     other.__class__ = type("Saving", (type(other),), {"is_saving": True})
+    kept, held = [], []
     for saving in (True, False):
         type(other).is_saving = saving  # when the last update of this model is made
         net = Net()
-        kept = weakref.ref(net)
+        kept.append(weakref.ref(net))
         net, optimizer = other.distribute_optimizer(net, sgd(net))
         for part in other.shard_data(SAMPLES, global_batch=BATCH).epoch(0):
             optimizer.zero_grad()
             loss_of(net, x[part.indices], y[part.indices]).backward()
             optimizer.step()
         assert other.saving_agreed == saving
-        assert len(other.gradient_sums) == (size > 1)
         other.check_replicas(net, optimizer)
-        del net, optimizer
-        gc.collect()
-        assert kept() is None
+        held.append((net, optimizer))
+    assert len(other.gradient_sums) == 2 * (size > 1)
+    held.clear()
+    del net, optimizer
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
+    assert not other.gradient_sums
 
 
 def misuse(folder: Path) -> None:
