@@ -71,6 +71,7 @@ class RankHooks:
     Attributes:
         weight: factor of this rank's gradients in this pass; 0 replaces any value by zero.
         flags: the flags of this rank.
+        summed: called with the sums of all ranks' flags, a tensor, after each sum.
         waits: context of a wait for the other ranks, by the name of the call.
         may_skip: whether a rank with an empty part may skip its backward pass (only with one
             optimizer).
@@ -78,6 +79,7 @@ class RankHooks:
 
     weight: Callable[[], float]
     flags: Callable[[], Flags] = lambda: Flags(stop=False, saving=False)
+    summed: Callable[[Any], None] = lambda flags: None
     waits: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
     may_skip: Callable[[], bool] = lambda: True
 

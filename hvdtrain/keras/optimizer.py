@@ -8,6 +8,7 @@ loop, in which samples are not counted, all ranks have the same weight.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,7 +25,10 @@ from hvdtrain.adapters.tensorflow.distributed import GradientReduction, distribu
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
 
-_step_sums: list[StepSum] = []  # in the order of their optimizers, the same on all ranks of a set
+# Of each process set, in the order of their optimizers, the same on all its ranks. Weak, so as not
+# to keep a deleted optimizer and its variables.
+_step_sums: weakref.WeakKeyDictionary[CommonAdapter, list[weakref.ref[StepSum]]]
+_step_sums = weakref.WeakKeyDictionary()
 
 
 class StepSum(GradientReduction):
@@ -172,12 +176,17 @@ def broadcast_global_variables(root_rank: int = 0) -> None:
     TensorFlow 2 has no list of all variables. If a model is not built yet, they are sent just
     before its first update. ``callbacks.BroadcastGlobalVariablesCallback`` sends the whole model.
     """
-    for reduction in _step_sums:
-        if session.number_of(reduction.process_set) is None:  # removed
+    for adapter in session.adapters():
+        step_sums = [reference() for reference in _step_sums.get(adapter, ())]
+        if not step_sums:
             continue
-        check_root(root_rank, reduction.process_set)
-        if reduction.adapter.world.size > 1:
-            reduction.broadcast()
+        # A deleted optimizer may still exist on some ranks.
+        ranks = adapter.communicator.gather_json([known is not None for known in step_sums])
+        for step_sum, *known in zip(step_sums, *ranks, strict=True):
+            if step_sum is not None and all(known):
+                check_root(root_rank, step_sum.process_set)
+                if adapter.world.size > 1:
+                    step_sum.broadcast()
 
 
 def check_root(root_rank: int, process_set: Any = None) -> None:
@@ -341,8 +350,7 @@ def _check(optimizer: Any, process_set: Any) -> None:
 
 def _next_name(process_set: Any) -> str:
     """Return a name that is the same on all ranks of the set, independent of other models."""
-    number = session.number_of(process_set)
-    return f"gradients.{sum(session.number_of(s.process_set) == number for s in _step_sums)}"
+    return f"gradients.{len(_step_sums.get(session.adapter(process_set), ()))}"
 
 
 def _is_average(op: Any) -> bool:
@@ -371,6 +379,6 @@ def _accumulate(optimizer: Any, passes: int, average: bool) -> float:
 
 
 def _distribute(optimizer: Any, reduction: StepSum) -> Any:
-    _step_sums.append(reduction)
+    _step_sums.setdefault(reduction.adapter, []).append(weakref.ref(reduction))
     distribute(optimizer, reduction)
     return optimizer

@@ -172,6 +172,11 @@ def adapter(process_set: Any = None) -> CommonAdapter:
     return part
 
 
+def adapters() -> list[CommonAdapter]:
+    """Return the adapters of the process sets that this rank has used, in that order."""
+    return list(_adapters.values())
+
+
 def chosen(process_set: Any) -> CommonAdapter:
     """Return the adapter of the set whose ranks share data; with process sets it is required.
 

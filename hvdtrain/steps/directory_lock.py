@@ -24,8 +24,8 @@ import msgspec
 import psutil
 
 from hvdtrain.errors import CheckpointError, UsageError
-from hvdtrain.steps.integrity import BOOT_ID
 from hvdtrain.system.files import read_regular
+from hvdtrain.system.machine.network import boot_id
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Owner:
             user = getpass.getuser()
         except (KeyError, OSError):  # a container without an entry for this user
             user = str(os.getuid())
-        boot = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else socket.gethostname()
+        boot = boot_id() or socket.gethostname()
         with contextlib.suppress(OSError):
             boot += str(Path("/proc/self/ns/pid").readlink())
         job = next((os.environ[name] for name in JOB_VARIABLES if os.environ.get(name)), "")

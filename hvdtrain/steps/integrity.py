@@ -26,7 +26,6 @@ MIXED_VERSIONS = "mixed-versions"
 SHARED_GPU = "shared-gpu"
 
 PACKAGES = ("torch", "tensorflow", "keras", "horovod")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # distinguishes machines of the same name
 FEW = 4  # maximum number of hosts named in a message
 
 
@@ -67,7 +66,7 @@ def rank_facts(environ: Mapping[str, str], mpi: str) -> RankFacts:
         software["MPI"] = mpi
     return RankFacts(
         host=socket.gethostname(),
-        machine=BOOT_ID.read_text().strip() if BOOT_ID.is_file() else "",
+        machine=network.boot_id(),
         software=software,
         allow=accepted(environ),
         addresses=tuple(network.addresses(environ.get(network.INTERFACE))),

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 CHUNK = 2**23  # bytes read at a time
 AT_ONCE = 4  # number of shards that a host copies at a time
 FIRST_PAUSE, PAUSE = 0.05, 1.0  # seconds between two exchanges of the progress
+STOP = 1.0  # seconds for a copy to abort
 LINE_EVERY = 30.0  # seconds between two progress lines if there is no terminal
 
 
@@ -95,9 +96,12 @@ class Copy:
         self.thread = threading.Thread(target=self._run, name="staging", daemon=True)
 
     def stop(self) -> None:
-        """Abort the copy, because another host has failed; no effect if it is complete."""
+        """Abort the copy, because another host has failed; no effect if it is complete.
+
+        A thread that waits for the lock of another session is left behind: it copies nothing.
+        """
         self._stop.set()
-        self.thread.join()
+        self.thread.join(STOP)
 
     def raise_error(self) -> None:
         """Raise the error of the copy, if any."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,13 +78,6 @@ def test_a_model_can_define_its_layers() -> None:
     assert (owners["unused"], owners["first.bias"], owners["second.bias"]) == (0, 0, 1)
 
 
-def test_the_former_name_of_the_method_is_deprecated() -> None:
-    model = torch.nn.Linear(2, 2)
-    model.in_a_row = lambda: [model]
-    with pytest.warns(DeprecationWarning, match="pipeline_layers"):
-        assert stages.layers_of(model) == [model]
-
-
 def test_what_cannot_be_cut() -> None:
     with pytest.raises(UsageError, match=r"those of Linear are unknown: use"):
         stages.layers_of(torch.nn.Linear(2, 2))
@@ -128,7 +120,8 @@ def test_the_bubble_by_formula_and_by_the_mean_step() -> None:
     adapter.world = World(0, 4, 0, 4, "h", 1, stages=4)
     split = StepSplit(steps=3, data=0.25, compute=2.0, communication=1.0, waiting=0.75)
     assert adapter.bubble(split) is None  # nothing was trained
-    adapter._gradient_sums = [SimpleNamespace(most=7)]
+    pipeline = type("Pipeline", (), {"most": 7})()
+    adapter.add_sums(pipeline)
     assert adapter.bubble(split) == Bubble(4, 7, 0.3, 1.75 / 4)
     assert adapter.bubble(StepSplit(data=0.25, undivided=3.0)) == Bubble(4, 7, 0.3, None)
     assert adapter.bubble(None) == Bubble(4, 7, 0.3, None)

@@ -7,9 +7,12 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from hvdtrain.steps.checkpoint import newest_name
 from hvdtrain.steps.summary import Saves, Summary
+from hvdtrain.system.runtime.outlive import STOP_SIGNALS
 from tests.conftest import BIN, LONG, ROOT, run
 from tests.parallel import resident
 from tests.parallel.conftest import (
@@ -17,6 +20,7 @@ from tests.parallel.conftest import (
     SOME,
     Start,
     assert_bit_equal,
+    assert_gone,
     assert_one_line,
     completed,
     ranks_of,
@@ -160,6 +164,27 @@ def test_a_signal_to_one_process_alone_gives_75_and_nobody_uses_its_directory(
     words = f"process {process.pid} of "
     assert_one_line(second, 2, f"--checkpoint-dir {tmp_path} is in use", words)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_signal_to_all_processes_of_a_job_saves_although_workers_read_its_data(
+    few_images: Path, tmp_path: Path, started: Start
+) -> None:
+    """As PBS and a terminal send it: a rank needs its worker processes until it has saved."""
+    line = ["-m", "hvdtrain.resnet", "--model=resnet18", "--image-size=32", "--batch-size=4"]
+    line += [f"--data={few_images}", "--workers=1", "--epochs=400", "--checkpoint-every=5"]
+    process = started(sys.executable, *line, "--quiet", f"--checkpoint-dir={tmp_path}")
+    until(lambda: newest_name(tmp_path), process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    for number in STOP_SIGNALS:
+        send(number, workers)
+    later = (
+        f"step-{int((newest_name(tmp_path) or '')[5:]) + 10:09}"  # more than they have read ahead
+    )
+    until(lambda: (tmp_path / later).exists(), process)
+    process.terminate()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert_gone(workers)
 
 
 def test_metrics_and_a_tracker(tmp_path: Path) -> None:

@@ -241,6 +241,7 @@ class Buckets:
             for bucket in self.buckets:
                 self.sums.wait(bucket.handle)
         self.blocked_seconds += time.perf_counter() - started
+        self.hooks.summed(self.buckets[-1].flags)
         dropped = self._unclear and not self.buckets[-1].holds > 0
         for bucket, indices in zip(self.buckets, absent, strict=True):
             bucket.close(indices, dropped=dropped)
@@ -363,6 +364,7 @@ class BucketedAdapter(PyTorchAdapter):
         super().__init__()
         self._distributions = 0
         self._all_buckets: list[Buckets] = []  # of each optimizer
+        self._sent: torch.Tensor | None = None  # sums of all ranks' flags at the last update
 
     @abstractmethod
     def open_sums(self) -> Sums:
@@ -377,6 +379,7 @@ class BucketedAdapter(PyTorchAdapter):
         hooks = RankHooks(
             weight=lambda: self.comm_options.weight(self.part_weight),
             flags=lambda: self.flags,
+            summed=self._note_flags,
             waits=self.waits.during,
             may_skip=lambda: len(self.gradient_sums) == 1,
         )
@@ -402,6 +405,15 @@ class BucketedAdapter(PyTorchAdapter):
     def gradient_sums(self) -> list[Buckets]:
         # Of the optimizers that still exist.
         return [buckets for buckets in self._all_buckets if buckets.optimizer() is not None]
+
+    def _note_flags(self, sent: torch.Tensor) -> None:
+        self._sent = sent
+
+    @property
+    @override
+    def flags_agreed(self) -> Flags:
+        # Of the last update: a deleted optimizer may exist longer on some ranks.
+        return super().flags_agreed if self._sent is None else agreed(self._sent)
 
     @override
     def begin_part(self, shards: Shards, part: Part) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from hvdtrain.adapters.common_adapter import Flags, GradientSums
+from hvdtrain.adapters.common_adapter import Flags
 from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter
 from hvdtrain.adapters.pytorch.sums import TYPES, agreed, fill
 from hvdtrain.collectives.base import Communicator
@@ -43,7 +44,10 @@ class DdpAdapter(PyTorchAdapter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._gradient_sums: list[Any] = []  # gradient sums of each model
+        # Gradient sums of each model; weak, so as not to keep a deleted model alive.
+        self._references: list[weakref.ref[Any]] = []
+        # Sums of all ranks' flags at the last update, of whichever model.
+        self.sent: torch.Tensor | None = None
         self._pass_due = False  # the current part is empty, and no pass was made so far
 
     @override
@@ -59,7 +63,7 @@ class DdpAdapter(PyTorchAdapter):
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         wrapped = WeightedDdp(model, self)
-        self._gradient_sums.append(wrapped)
+        self.add_sums(wrapped)
         optimizer.register_step_pre_hook(lambda *_: self._check_pass())
         return wrapped, optimizer
 
@@ -76,7 +80,7 @@ class DdpAdapter(PyTorchAdapter):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for sums in self._gradient_sums:
+            for sums in self.gradient_sums:
                 stack.enter_context(sums.no_sync())
             yield
 
@@ -84,7 +88,7 @@ class DdpAdapter(PyTorchAdapter):
     def begin_part(self, shards: Shards, part: Part) -> None:
         self._check_pass()
         super().begin_part(shards, part)
-        self._pass_due = bool(self._gradient_sums) and not part.count
+        self._pass_due = bool(self.gradient_sums) and not part.count
 
     def _check_pass(self) -> None:
         """Raise if the pass of an empty part was skipped: the next sums would be mixed up."""
@@ -98,10 +102,15 @@ class DdpAdapter(PyTorchAdapter):
         """Record that gradients of the current part are being summed."""
         self._pass_due = False
 
+    def add_sums(self, sums: Any) -> None:
+        """Use the gradient sums of a model while it exists."""
+        self._references = [weakref.ref(known) for known in (*self.gradient_sums, sums)]
+
     @property
     @override
-    def gradient_sums(self) -> Sequence[GradientSums]:
-        return self._gradient_sums
+    def gradient_sums(self) -> Sequence[Any]:
+        known = (reference() for reference in self._references)
+        return [sums for sums in known if sums is not None]
 
 
 class ModelSums:
@@ -110,7 +119,6 @@ class ModelSums:
     adapter: DdpAdapter
     blocked_seconds = 0.0
     messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
-    sent: torch.Tensor | None = None  # sums of all ranks' flags at the last update
 
     @contextmanager
     def blocked(self, call: str = "") -> Iterator[None]:
@@ -122,8 +130,12 @@ class ModelSums:
 
     @property
     def flags(self) -> Flags:
-        """The flags of all ranks at the last update: whether any rank had set it."""
-        return Flags(stop=False, saving=True) if self.sent is None else agreed(self.sent)
+        """The flags of all ranks at the last update: whether any rank had set it.
+
+        They are equal on all ranks, although a deleted model may exist longer on some of them.
+        """
+        sent = self.adapter.sent
+        return Flags(stop=False, saving=True) if sent is None else agreed(sent)
 
 
 class WeightedDdp(ModelSums, DistributedDataParallel):
@@ -150,7 +162,10 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         # Sums under way: work, future, message, and the type of the gradients.
         self._sums: list[tuple[Any, Any, torch.Tensor, torch.dtype]] = []
         self._trouble: UsageError | None = None
-        self.register_comm_hook(None, lambda _, bucket: self._start_sum(bucket.buffer()))
+        # A reference to itself, in C++, would never be collected.
+        self.register_comm_hook(
+            weakref.ref(self), lambda model, bucket: model()._start_sum(bucket.buffer())
+        )
 
     def _start_sum(self, gradients: torch.Tensor) -> Any:
         """Start summing a bucket over all ranks, in place; before the first, the flags."""
@@ -182,7 +197,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
             for work, future, message, kind in sums:
                 work.wait()
                 future.set_result(message.to(kind))
-        self.sent = sums[0][2]
+        self.adapter.sent = sums[0][2]
         sizes = [message.numel() * message.element_size() for _, _, message, _ in sums[1:]]
         self.messages = {"count": len(sizes), "bytes": sum(sizes)}
         if self._trouble:

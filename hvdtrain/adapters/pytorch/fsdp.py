@@ -79,7 +79,7 @@ class FsdpAdapter(ShardedAdapter):
         now = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [now[names[id(value)]] for value in group["params"]]
-        self.register(optimizer, Communication(model, self), RowsView(self, model))
+        self.register(model, optimizer, Communication(model, self), RowsView)
         return model, optimizer
 
     @override
@@ -92,7 +92,7 @@ class FsdpAdapter(ShardedAdapter):
 
     @override
     def sum_shards(self, values: Any) -> Any:
-        if self._gradient_sums:
+        if self.gradient_sums:
             with self.waits.during(SUM):
                 dist.all_reduce(values)
         return values

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -122,20 +121,20 @@ class PipelineAdapter(ShardedAdapter):
             peers=self.peers,
             micro_batches=self.micro_batches,
         )
-        self.register(optimizer, pipeline, StageView(self, pipeline))
+        self.register(pipeline, optimizer, pipeline, StageView)
         return pipeline, optimizer
 
     @override
     def sum_shards(self, values: Any) -> Any:
-        if self._gradient_sums:
+        if sums := self.gradient_sums:
             # The first stage to finish waits here for the backward passes of the others.
-            with self.waits.during(SUM), self._gradient_sums[0].blocked():
+            with self.waits.during(SUM), sums[-1].blocked():
                 self.stage_group.sum_tensor(values, "")
         return values
 
     @override
     def bubble(self, split: StepSplit | None) -> Bubble | None:
-        number = max((pipeline.most for pipeline in self._gradient_sums), default=0)
+        number = max((pipeline.most for pipeline in self.gradient_sums), default=0)
         if not number or self.world.stages == 1:
             return None
         parts = [split.data, split.compute, split.communication, split.waiting] if split else []
@@ -224,7 +223,7 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the layers of ``model`` in order: the input of each is the output of the previous.
 
     For a ``Sequential`` its layers, and those of each ``Sequential`` in it; any other model must
-    have a method ``pipeline_layers`` that returns them; ``in_a_row`` is its former name.
+    have a method ``pipeline_layers`` that returns them.
     """
     if type(model) is torch.nn.Sequential:
         layers: list[torch.nn.Module] = []
@@ -234,10 +233,6 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     custom: Any = model
     if hasattr(model, "pipeline_layers"):
         return list(custom.pipeline_layers())
-    if hasattr(model, "in_a_row"):
-        text = "a model's method in_a_row() is deprecated: call it pipeline_layers()"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return list(custom.in_a_row())
     raise UsageError(
         f"--strategy pipeline cuts a model between its layers, those of {type(model).__name__} are "
         "unknown: use a torch.nn.Sequential, or add a method pipeline_layers() that returns the "

@@ -90,25 +90,27 @@ class UpdateSums(ModelSums):
 
     def before_step(self) -> None:
         """Sum the flags of all ranks; before an update, on all of them."""
-        self.sent = torch.empty(len(Flags._fields), device=self.adapter.device)
-        fill(self.sent, self.adapter.flags)
+        sent = torch.empty(len(Flags._fields), device=self.adapter.device)
+        fill(sent, self.adapter.flags)
         with self.blocked(SUM):
-            dist.all_reduce(self.sent)
+            dist.all_reduce(sent)
+        self.adapter.sent = sent
 
 
 class ShardedAdapter(DdpAdapter):
-    """Each rank holds a part of the state; step 5 makes a view of it, by model or optimizer."""
+    """Each rank holds a part of the state, of which step 5 chooses the view."""
 
     shards_state = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._views: weakref.WeakKeyDictionary[Any, ShardedView] = weakref.WeakKeyDictionary()
+        self._views: weakref.WeakKeyDictionary[Any, type[ShardedView]]
+        self._views = weakref.WeakKeyDictionary()  # by model
 
-    def register(self, optimizer: Any, sums: Any, view: ShardedView) -> None:
+    def register(self, model: Any, optimizer: Any, sums: Any, view: type[ShardedView]) -> None:
         """Use the ``sums`` of a distributed model before its updates, and the view of its state."""
-        self._gradient_sums.append(sums)
-        self._views[view.model] = view
+        self.add_sums(sums)
+        self._views[model] = view
         optimizer.register_step_pre_hook(lambda *_: self._check_pass())
         optimizer.register_step_pre_hook(lambda *_: sums.before_step())
 
@@ -123,10 +125,7 @@ class ShardedAdapter(DdpAdapter):
 
     @override
     def view(self, model: Any, optimizer: Any = None) -> StateView:
-        sharded = self._views.get(model)
-        if sharded is None and optimizer is not None:
-            sharded = self._views.get(optimizer)
-        return sharded or super().view(model)
+        return self._views.get(model, self.whole_view)(self, model)
 
 
 class ShardedView(TorchView):

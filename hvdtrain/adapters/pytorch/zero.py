@@ -8,6 +8,7 @@ kept; torch's ZeroRedundancyOptimizer would have to replace it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from hvdtrain.adapters.partition import balanced_owners, buckets
 from hvdtrain.adapters.pytorch.adapter import parameters_of, tensor_of
 from hvdtrain.adapters.pytorch.ddp import WeightedDdp
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
-from hvdtrain.adapters.state_view import Take
+from hvdtrain.adapters.state_view import StateView, Take
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Checkpoint
 from hvdtrain.system.runtime.waits import SUM
@@ -30,6 +31,10 @@ class ZeroAdapter(ShardedAdapter):
 
     name = "zero"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._shares: weakref.WeakKeyDictionary[Any, Share] = weakref.WeakKeyDictionary()
+
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         if optimizer.state:
@@ -38,14 +43,18 @@ class ZeroAdapter(ShardedAdapter):
                 "optimizer without state; resume loads one"
             )
         model, optimizer = super().distribute(model, optimizer)
-        self._views[optimizer] = ShareView(self, model, Share(optimizer, self, model))
+        self._shares[optimizer] = Share(optimizer, self, model)
         return model, optimizer
 
     @override
+    def view(self, model: Any, optimizer: Any = None) -> StateView:
+        share = self._shares.get(optimizer) if optimizer is not None else None
+        return ShareView(self, model, share) if share else super().view(model)
+
+    @override
     def share_weights(self) -> None:
-        for view in self._views.values():
-            if isinstance(view, ShareView):
-                view.share.send()
+        for share in self._shares.values():
+            share.send()
 
 
 class ShareView(ShardedView):

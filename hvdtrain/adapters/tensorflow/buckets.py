@@ -42,6 +42,7 @@ class Buckets(GradientReduction):
             ``adapters/pytorch/sums.py`` for overflows.
         full: size in bytes from which on a bucket takes no further gradient.
         combine: function that combines a bucket's gradients instead of summing them.
+        agreed: variable of the flags of all ranks at the last step, of whichever optimizer.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Buckets(GradientReduction):
         kind: Any = None,
         full: int = BUCKET_BYTES,
         combine: Reduce | None = None,
+        agreed: Any = None,
     ) -> None:
         self.name, self.reduce, self.hooks = name, reduce, hooks
         self.kind, self.full, self.combine = kind, full, combine
@@ -64,7 +66,9 @@ class Buckets(GradientReduction):
         # `shard_data` may never set them: then a save is not over before it is waited for.
         unknown = [float(flag) for flag in Flags(stop=False, saving=True)]
         self._mine = tf.Variable(unknown, trainable=False, name="flags")
-        self._agreed = tf.Variable(unknown, trainable=False, name="flags_agreed")
+        self.agreed = agreed
+        if agreed is None:
+            self.agreed = tf.Variable(unknown, trainable=False, name="flags_agreed")
         self.messages: dict[str, int] | None = None  # of a step: count and bytes
         self._blocked = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="blocked")
         self._watched = False
@@ -113,7 +117,7 @@ class Buckets(GradientReduction):
                 result[index] = tf.reshape(piece, dense[index].shape)
             if number == len(groups) - 1:
                 self.sums.assign_add(1)
-                self._agreed.assign(tf.cast(flags, tf.float32))
+                self.agreed.assign(tf.cast(flags, tf.float32))
         # Outside of a traced function, each sum completes before the next one begins.
         if tf.inside_function():
             self._observe(ready, done)
@@ -169,7 +173,7 @@ class Buckets(GradientReduction):
     @property
     def flags(self) -> Flags:
         """The flags of all ranks at the last step: whether any rank had set it."""
-        return Flags(*(bool(value > 0) for value in self._agreed.numpy()))
+        return Flags(*(bool(value > 0) for value in self.agreed.numpy()))
 
 
 def _weighed(flat: Any, weight: Any) -> Any:
@@ -225,6 +229,7 @@ class BucketedAdapter(TensorFlowAdapter):
                 kind=TYPES.get(self.comm_options.compression),
                 full=self.comm_options.bucket_bytes,
                 combine=self.combine if adasum else None,
+                agreed=self._buckets[0].agreed if self._buckets else None,
             )
         self._buckets.append(buckets)
         self.waits.traced.append(buckets.traced_calls)

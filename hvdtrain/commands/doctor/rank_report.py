@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import hvdtrain
-from hvdtrain.steps.integrity import BOOT_ID, source_digest
+from hvdtrain.steps.integrity import source_digest
 from hvdtrain.system.machine import gpus, mpi_library
 from hvdtrain.system.machine.frameworks import find_tensorflow, find_torch, versions
 from hvdtrain.system.machine.limits import Resources, find_resources
-from hvdtrain.system.machine.network import has_fabric
+from hvdtrain.system.machine.network import boot_id, has_fabric
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
@@ -74,7 +74,7 @@ def main() -> int:
     local = RankReport(
         rank=world.rank,
         host=host,
-        machine=BOOT_ID.read_text().strip() if BOOT_ID.is_file() else "",
+        machine=boot_id(),
         resources=find_resources(),
         affinity=sorted(os.sched_getaffinity(0)),
         gpus=[gpu.uuid for gpu in driver.gpus] if driver else [],

@@ -25,7 +25,7 @@ from hvdtrain.commands.launch.elastic_driver import (
     host_of,
     slot_names,
 )
-from hvdtrain.commands.launch.host_process import INTERFACE, PATIENCE, RESTART, STOP, release
+from hvdtrain.commands.launch.host_process import INTERFACE, RESTART, STOP, release
 from hvdtrain.commands.launch.prepare import HERE, Pool
 from hvdtrain.commands.launch.remote import NO_SSH, is_here, on_host
 from hvdtrain.errors import (
@@ -240,13 +240,8 @@ class ElasticJob:
 
     def _kill(self, slot: str) -> None:
         """Let the worker of ``slot`` kill its rank; kill the worker if it does not."""
-        process = self.driver.running.get(slot)
-        if process is None:  # it has just ended
-            return
-        release(process)
-        killer = threading.Timer(PATIENCE, process.kill)
-        killer.daemon = True
-        killer.start()
+        if process := self.driver.running.get(slot):  # else it has just ended
+            threading.Thread(target=host_process.end, args=([process],), daemon=True).start()
 
     def _send(self, order: bytes, slots: Iterable[str]) -> None:
         for slot in list(slots):

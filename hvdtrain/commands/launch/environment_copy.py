@@ -25,6 +25,7 @@ from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import claim_folder
+from hvdtrain.system.machine.network import boot_id
 
 PREFIX = "hvdtrain-env-"  # of the name of the folder
 PART, JOB = ".part-", ".job-"
@@ -33,7 +34,6 @@ START = 600.0  # seconds in which a job starts its ranks
 DAY = 86400.0  # seconds; later, a service may have removed old files from an unused copy
 OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 REMEDY = "set TMPDIR to a directory that each host has on a local disk"
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies the time since the host was started
 # A rank, and what it starts, holds a lock on the copy, its first argument, which then needs no
 # reservation, its second one.
 HOLD = ("sh", "-c", 'exec 9< "$0" && flock -s 9 && rm -f "$1" && shift && exec "$@"')
@@ -84,7 +84,7 @@ class LocalCopy:
     def publish(self) -> None:
         """Give the complete ``part`` the name of the copy, unless another job was faster."""
         assert self.part
-        (self.part / MARK).write_text(BOOT.read_text())
+        (self.part / MARK).write_text(boot_id())
         with self._exclusive():
             self._job.touch()
             if not self.folder.exists():
@@ -217,6 +217,6 @@ def _is_sound(copy: Path) -> bool:
     """
     try:
         age = time.time() - (copy / MARK).stat().st_mtime
-        return age < DAY and (copy / MARK).read_text() == BOOT.read_text()
+        return age < DAY and (copy / MARK).read_text() == boot_id()
     except OSError:
         return False

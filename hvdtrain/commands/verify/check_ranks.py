@@ -10,9 +10,10 @@ from dataclasses import asdict
 
 from hvdtrain.commands.verify.probe import Facts, Probe
 from hvdtrain.commands.verify.rows import StepRow, by_rank, number, row
-from hvdtrain.steps.integrity import ALLOW, BOOT_ID, SHARED_GPU, accepted
+from hvdtrain.steps.integrity import ALLOW, SHARED_GPU, accepted
 from hvdtrain.steps.sharding import evaluation_parts
 from hvdtrain.steps.world import World
+from hvdtrain.system.machine.network import boot_id
 from hvdtrain.system.output.text import plural, rank_list
 from hvdtrain.system.runtime.detect import detect
 
@@ -21,7 +22,7 @@ EXACT = 1e-12  # relative
 
 def host_name() -> str:
     """Return name and boot ID of this host; the boot ID distinguishes hosts of the same name."""
-    return f"{socket.gethostname()} {BOOT_ID.read_text().strip() if BOOT_ID.is_file() else ''}"
+    return f"{socket.gethostname()} {boot_id()}"
 
 
 def true_world(rank: int, hosts: list[str]) -> World:

@@ -55,6 +55,15 @@ def has_fabric() -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
+def boot_id() -> str:
+    """Return the ID of this boot of this host, which no host of the same name has; empty: unknown.
+
+    In a container it is that of the machine.
+    """
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.is_file() else ""
+
+
 def address_for_all(hosts: Iterable[Sequence[str]]) -> str | None:
     """Return the first host's address in its first network that all hosts share.
 

@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable
 
 from hvdtrain.system.runtime.detect import SLOT
+from hvdtrain.system.runtime.keep_alive import SILENCE, keep_alive
 
 # Of the driver. In a rank the address is HOST:PORT/SECRET: Horovod requests http://ADDRESS:PORT/...,
 # so that the job's secret is the first part of each path, which the driver checks.
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 EXIT_RESTART = 76  # of a rank that is to be restarted
 MOST = 2**10  # bytes of an answer
+ANSWER = 3.0  # seconds for the driver to answer, except for a rank
 EVERY = 1.0  # seconds between queries for other slots, the driver's own interval
 
 # Of the driver's answer on a rank, and of its variables HOROVOD_*.
@@ -37,11 +39,17 @@ def query_driver(question: str) -> str:
     """Return the driver's answer to a request of this rank.
 
     Raises:
-        OSError: the driver cannot be reached.
+        OSError: the driver cannot be reached, or its host is lost.
     """
     server, _, secret = os.environ[ADDRESS].partition("/")
-    connection = http.client.HTTPConnection(server)
+    waits = question == RANK_AND_SIZE
+    # All slots request a rank at once, and the driver's queue of connections is short.
+    connection = http.client.HTTPConnection(server, timeout=SILENCE if waits else ANSWER)
     try:
+        connection.connect()
+        if waits:
+            connection.sock.settimeout(None)
+            keep_alive(connection.sock)
         connection.request("GET", f"/{secret}/{question}/{os.environ[SLOT]}")
         return connection.getresponse().read(MOST).decode()
     except (http.client.HTTPException, ValueError, OverflowError) as error:

@@ -37,14 +37,11 @@ from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.elastic import EXIT_RESTART
 from hvdtrain.system.runtime.exit import end_after_loss, leave_mark, process_status, speak
+from hvdtrain.system.runtime.keep_alive import SILENCE, keep_alive
 from hvdtrain.system.runtime.outlive import end_mpirun
 
 log = logging.getLogger(__name__)
 
-# Seconds without an answer after which a host is considered lost. The job has to end within 30 s of
-# the loss; rerouting in a switch or migration of a virtual machine also takes some seconds.
-SILENCE = 15
-IDLE = 5  # idle seconds before the kernel sends the first probe
 PATIENCE = 5.0  # seconds for mpirun to end this process after a rank has reported its failure
 # A rank that loses rank 0 waits STAGGER seconds times its rank, at most LAST, before it reports it:
 # others have lost it too, and rank 0 is the first to end when mpirun ends all ranks in order.
@@ -301,8 +298,7 @@ class FailureDetector:
 
     def _register(self, confirmed: socket.socket, rank: int) -> Connection:
         """Register a confirmed connection: from now on its end means a lost rank."""
-        if confirmed.family == socket.AF_INET:
-            _keep_alive(confirmed)
+        keep_alive(confirmed)
         connection = Connection(confirmed, rank)
         self.connections.append(connection)
         if self.last is not None:  # the training ended before the handshake
@@ -369,18 +365,6 @@ class FailureDetector:
         if len(here) > 1 and here == list(range(here[0], here[-1] + 1)):
             return f"ranks {here[0]}-{here[-1]}"
         return f"rank{'s' if len(here) > 1 else ''} {','.join(map(str, here))}"
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Let the kernel break ``connection`` if the other host's kernel does not answer.
-
-    Also with unacknowledged data; after ``IDLE`` seconds it sends a probe per second.
-    """
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE - IDLE)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE)
 
 
 def _send(connection: Connection, message: bytes) -> None:

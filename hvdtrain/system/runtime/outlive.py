@@ -5,6 +5,9 @@ failure it orders its daemons to end and waits for all of them, without a limit:
 reached, the job never ends. And what a rank appends to the file of mpirun's output, mpirun then
 overwrites with its own message.
 
+A rank's worker processes outlive stop signals, which all processes of a job receive, but not the
+rank.
+
 This file is also the program that ends mpirun, or writes after its end, as the rank itself is
 ended: it imports only the standard library at module level, to start fast.
 """
@@ -20,6 +23,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +32,9 @@ MPIRUNS = ("prterun", "mpirun", "mpiexec", "orterun")
 NAMES = (*MPIRUNS, "prted", "orted")  # and its daemons on other hosts
 # Prefix of namespaces whose daemons serve several jobs (`prte` and `prun`).
 SHARED = "prte-"
+
+# Signals by which batch systems and terminals stop a job.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 FORWARD = 1.0  # seconds for mpirun to forward the rank's output
 TIMES = 3  # number of SIGINTs: orderly end, warning, immediate end
@@ -120,11 +128,29 @@ def _act_after(done: int, finish: int, action: Callable[[], object]) -> NoReturn
         os._exit(1)
 
 
+def worker_context() -> ForkServerContext:
+    """Return the context to create worker processes in, each of which calls ``end_with_parent``.
+
+    They are started by a fork server: a fork of a process with MPI may hang. A batch system or a
+    terminal sends a stop signal to all processes of a job, but a rank needs its workers until it
+    has saved: it and they inherit from this call that these signals are blocked.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        resource_tracker.ensure_running()  # unblocks two of them (Python 3.11)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return multiprocessing.get_context("forkserver")
+
+
 def end_with_parent(_: int = 0) -> None:
     """End this worker process when the process that created it ends; call it first in a worker.
 
     The operating system's parent of a worker is the fork server, which waits for its workers; if
-    mpirun killed the training process, all of them would keep running.
+    mpirun killed the training process, all of them would keep running. SIGTERM, which
+    ``worker_context`` blocks, also ends this process if the training process sends it.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -134,7 +160,13 @@ def end_with_parent(_: int = 0) -> None:
         multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
 
-    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+    def obey() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+            pass
+        os._exit(1)
+
+    for wait in (watch, obey):
+        threading.Thread(target=wait, name="end with parent", daemon=True).start()
 
 
 def end_mpirun() -> bool:

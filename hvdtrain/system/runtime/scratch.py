@@ -27,7 +27,7 @@ FIRST_NAMESPACE = (
 )
 NEW = 60.0  # minimum age of a leftover in seconds: a newer entry may be in use
 
-CLEAR = 'trap "" HUP INT TERM; read -r _; rm -rf "$1" /dev/shm/sem."$2"-*'  # shell script
+CLEAR = 'trap "" HUP INT TERM USR1 USR2; read -r _; rm -rf "$1" /dev/shm/sem."$2"-*'  # shell script
 
 _clearing: list[subprocess.Popen[bytes]] = []  # its pipe signals that this process is alive
 _locks: list[int] = []  # held until this process and its forks end

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,7 +20,7 @@ from hvdtrain.config.declare import option
 from hvdtrain.config.options import TASK_OPTIONS, Options
 from hvdtrain.config.values import positive
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.system.runtime.outlive import end_with_parent
+from hvdtrain.system.runtime.outlive import end_with_parent, worker_context
 from hvdtrain.workloads.data.files import (
     ENDINGS,
     Files,
@@ -224,7 +223,7 @@ def broken_files(files: Files, workers: int) -> list[int]:
     Raises:
         UsageError: all images fail.
     """
-    context = get_context("forkserver")
+    context = worker_context()
     with (
         worker_errors(),
         ProcessPoolExecutor(max(1, workers), context, _begin, (files,)) as pool,

@@ -18,7 +18,7 @@ from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part, seed_of
 from hvdtrain.system.machine import accelerator
-from hvdtrain.system.runtime.outlive import end_with_parent
+from hvdtrain.system.runtime.outlive import end_with_parent, worker_context
 from hvdtrain.tasks.dataset import Batch, Dataset, Indexed
 from hvdtrain.workloads.data.files import Files
 from hvdtrain.workloads.data.image_folder import (
@@ -214,10 +214,7 @@ def _whole(batch: Any) -> Any:
 
 
 class ReadAhead(Dataset):
-    """Samples that worker processes read ahead by ``reader``; without workers, this process.
-
-    The workers are started by a fork server: a fork of a process with MPI may hang.
-    """
+    """Samples that worker processes read ahead by ``reader``; without workers, this process."""
 
     def __init__(self, reader: Reader, options: Options) -> None:
         self.samples, self.digest = reader.samples, reader.digest
@@ -241,7 +238,7 @@ class ReadAhead(Dataset):
                 sampler=self._batches,
                 num_workers=self._workers,
                 prefetch_factor=_ahead(self._workers),
-                multiprocessing_context="forkserver" if self._workers else None,
+                multiprocessing_context=worker_context() if self._workers else None,
                 persistent_workers=self._workers > 0,
                 collate_fn=_whole,
                 worker_init_fn=end_with_parent if self._workers else None,

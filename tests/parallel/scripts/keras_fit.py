@@ -9,9 +9,11 @@ leave, at the tail, one rank with one sample and the others with none.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +221,26 @@ def own_loop() -> None:
     )
     np.testing.assert_array_equal(hvd.allreduce(tf.constant([1.0, RANK]), op=hvd.Sum)[0], SIZE)
     assert hvd.mpi_built() and hvd.allgather(tf.zeros([RANK + 1])).shape[0] == SIZE * (SIZE + 1) / 2
+
+
+def released() -> None:
+    """Of models that are trained one after the other, only the last one remains."""
+    kept = []
+    for number in range(3):
+        model = net(RANK)
+        model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+        model.fit(X, Y, batch_size=BATCH, epochs=1, verbose=0)
+        if number == 0:
+            first = weakref.ref(model), weakref.ref(model.optimizer)
+        if number == RANK == 1:  # only here, so it is not broadcast
+            kept.append(model)
+        elif number < 2:
+            del model
+            gc.collect()
+    assert [reference() for reference in first] == [None, None]
+    model.set_weights([np.full_like(value, RANK) for value in model.get_weights()])
+    hvd.broadcast_global_variables(0)
+    assert not any(value.any() for value in model.get_weights())
 
 
 def local_layers() -> None:
@@ -473,6 +495,7 @@ WAYS = [
     overflow,
     statistics,
     own_loop,
+    released,
     local_layers,
     guard,
 ]

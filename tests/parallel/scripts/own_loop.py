@@ -7,7 +7,9 @@ at the tail of one sample, parts of none.
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,32 @@ def adversarial() -> None:
         expect_error(first.step, "without a previous backward pass", "every rank must make all")
 
 
+def one_model_after_the_other() -> None:
+    """As in a cross-validation: the flags of the last update count, and models are released."""
+    other = adapter("pytorch", strategy)
+    other.initialize()
+    other.__class__ = type("Saving", (type(other),), {"is_saving": True})
+    kept, held = [], []
+    for saving in (True, False):
+        type(other).is_saving = saving  # when the last update of this model is made
+        net = Net()
+        kept.append(weakref.ref(net))
+        net, optimizer = other.distribute_optimizer(net, sgd(net))
+        for part in other.shard_data(SAMPLES, global_batch=BATCH).epoch(0):
+            optimizer.zero_grad()
+            loss_of(net, x[part.indices], y[part.indices]).backward()
+            optimizer.step()
+        assert other.saving_agreed == saving
+        other.check_replicas(net, optimizer)
+        held.append((net, optimizer))
+    assert len(other.gradient_sums) == 2 * (size > 1)
+    held.clear()
+    del net, optimizer
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
+    assert not other.gradient_sums
+
+
 def misuse(folder: Path) -> None:
     net = Net()
     optimizer = sgd(net)
@@ -402,6 +430,7 @@ elif __name__ == "__main__":
     if strategy != "pipeline":  # a scaler sees one stage alone, and a single layer has none
         train(scaled)
         adversarial()
+    one_model_after_the_other()
     misuse(Path(folder))
     saved_in_the_background(Path(folder, "background"))
     if size > 1:

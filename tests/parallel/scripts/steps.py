@@ -86,6 +86,7 @@ def tensorflow(hvd: CommonAdapter) -> None:
     x = np.arange(samples, dtype=np.float32) + 1
     weight = keras.Variable(np.zeros(1, np.float32))
     _, optimizer = hvd.distribute_optimizer(keras.Sequential(), keras.optimizers.SGD(1.0))
+    hvd.distribute_optimizer(keras.Sequential(), keras.optimizers.SGD(1.0))  # makes no updates
     before, seen = 0.0, 0
     for part in hvd.shard_data(samples, global_batch=2 * size).epoch(0):
         with tf.GradientTape() as tape:
@@ -97,6 +98,7 @@ def tensorflow(hvd: CommonAdapter) -> None:
         assert abs(float(weight.numpy()[0]) - before) < 1e-5, (weight, before)
         seen += 1
     assert seen == 2
+    assert not hvd.saving_agreed
 
     saved_in_the_background(hvd, Path(sys.argv[2], "background"))
 

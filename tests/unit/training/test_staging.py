@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from hvdtrain.commands.pack.packing import Packing
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.system.files import lock
 from hvdtrain.training.staging import Copy
 from hvdtrain.workloads.data.image_folder import load
 from hvdtrain.workloads.data.packed import INDEX
@@ -107,6 +109,21 @@ def test_killed_in_the_middle_and_again(data: Path, tmp_path: Path) -> None:
         assert original is not None
         assert copied is not None
         assert original.digest == copied.digest
+
+
+def test_another_session_does_not_keep_it_from_ending(data: Path, tmp_path: Path) -> None:
+    copy = Copy(data, tmp_path / "disk")
+    copy.folder.mkdir(parents=True)
+    with lock(copy.folder / "lock", "copies data to this folder"):
+        copy.thread.start()
+        stopping = threading.Thread(target=copy.stop, daemon=True)
+        stopping.start()
+        stopping.join(20)
+        assert not stopping.is_alive()
+        assert copy.thread.is_alive()  # it waits for the lock
+    copy.thread.join(20)
+    assert not copy.thread.is_alive()
+    assert not list(copy.folder.glob("*.tar*"))
 
 
 def test_a_link_in_a_shared_directory_is_not_followed(data: Path, tmp_path: Path) -> None:

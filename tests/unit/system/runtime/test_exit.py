@@ -202,23 +202,28 @@ def test_agreement_is_a_mark_on_the_error() -> None:
 
 
 READER = """
-import glob, multiprocessing, os, signal, sys, tempfile
-from hvdtrain.system.runtime.outlive import end_with_parent
+import glob, os, psutil, signal, sys, tempfile
+from hvdtrain.system.runtime.outlive import STOP_SIGNALS, end_with_parent, worker_context
 from hvdtrain.system.runtime.scratch import use_scratch_directory
+
+def blocked():
+    return signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 def work(queue):
     tempfile.mkstemp()
-    queue.put(1)
+    queue.put(blocked())
     end_with_parent()
     signal.pause()
 
 if __name__ == "__main__":
     use_scratch_directory()
-    context = multiprocessing.get_context("forkserver")
+    context = worker_context()
     queue = context.Queue()
     context.Process(target=work, args=(queue,), daemon=True).start()
     tempfile.mkstemp()
-    queue.get()
+    assert queue.get() == set(STOP_SIGNALS) and not blocked()
+    for process in psutil.Process().children(recursive=True):
+        process.send_signal(signal.SIGUSR1)
     folder = tempfile.gettempdir()
     print(folder, len(glob.glob(f"/dev/shm/sem.{os.path.basename(folder)}-*")), flush=True)
     if sys.argv[1] == "kill":
