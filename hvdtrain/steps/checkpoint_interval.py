@@ -37,16 +37,16 @@ def best_interval(cost: float, between: float) -> float:
 
 
 @dataclass(frozen=True)
-class Losses:
+class FailureCosts:
     """What failures and checkpoints cost in the mean."""
 
     lost_seconds: float  # work that one failure undoes
     goodput: float  # share of the time that is spent on new work
 
 
-def losses(
+def failure_costs(
     interval: float, *, cost: float, latency: float, restart: float, between: float
-) -> Losses:
+) -> FailureCosts:
     """Return what is lost if a checkpoint is saved every ``interval`` seconds of training.
 
     The goodput is equation 20 of the source for a long training. A save takes effect only when it
@@ -65,4 +65,4 @@ def losses(
     # 1 / (exp(exponent) - 1), without an overflow if each step fails.
     inverse = math.exp(-exponent) / -math.expm1(-exponent)
     goodput = interval / between * math.exp(-(restart + late) / between) * inverse
-    return Losses(lost_seconds=interval / 2 + late, goodput=goodput)
+    return FailureCosts(lost_seconds=interval / 2 + late, goodput=goodput)

@@ -278,7 +278,7 @@ class CheckpointManager:
         saves = replace(self.saves, cost=self._cost, every=every)
         if not step_seconds:
             return saves
-        mean = checkpoint_interval.losses(
+        mean = checkpoint_interval.failure_costs(
             every * step_seconds,
             cost=self._cost,
             latency=max(self._cost, self.saves.longest),

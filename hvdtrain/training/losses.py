@@ -39,9 +39,9 @@ class Losses:
         """
         unread, self.unread = self.unread, []
         left_out = self._task.updates_left_out() if self._task.deferred else 0
-        made = unread[: len(unread) - left_out]
-        values = self._task.loss_values([loss for _, loss in made])
-        for number, ((part, _), value) in enumerate(zip(made, values, strict=True), 1):
+        counted = unread[: len(unread) - left_out]
+        values = self._task.loss_values([loss for _, loss in counted])
+        for number, ((part, _), value) in enumerate(zip(counted, values, strict=True), 1):
             if not math.isfinite(value):
                 if self._task.loss_scale:
                     continue
@@ -54,7 +54,7 @@ class Losses:
             now.loss_count += part.count
             self._sum += value * part.count
             self._count += part.count
-        return [part for part, _ in unread[len(made) :]]
+        return [part for part, _ in unread[len(counted) :]]
 
     def of_interval(self, now: TrainState) -> tuple[float, float]:
         """Return the mean losses of the epoch and since the last call; NaN: of no samples.

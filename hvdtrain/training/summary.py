@@ -51,7 +51,7 @@ def headline(session: Session, device: str) -> str:
     """Return the line on model, framework, strategy and ranks; ``device``: of this rank."""
     adapter, options = session.adapter, session.task.options
     return (
-        f"hvdtrain {session.workload.name}: {options.model}, {options.framework} over "
+        f"hvdtrain {session.workload.name}: model {options.model}, {options.framework} over "
         f"{adapter.name}, {plural(adapter.world.size, 'rank')} on "
         f"{plural(adapter.world.hosts, 'host')}, {device} per rank, {options.precision}"
     )

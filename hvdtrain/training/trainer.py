@@ -169,7 +169,7 @@ def _build(
     data, staged = options.data, ""
     if options.stage and options.data:
         data, staged = stage(adapter, options.data, options.stage)
-    terminal.status(f"reading the data, building {plan.model}")
+    terminal.status(f"reading the data, building model {plan.model}")
     cores = local_cores(adapter.world.local_rank, adapter.world.local_size)
     filled_in = dataclasses.replace(
         options,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint_interval import HOUR, Losses, best_interval, losses
+from hvdtrain.steps.checkpoint_interval import HOUR, FailureCosts, best_interval, failure_costs
 from hvdtrain.steps.summary import Saves, Summary
 from hvdtrain.system.output.tables import known, paragraph, table
 from hvdtrain.system.output.text import duration, number
@@ -27,7 +27,7 @@ class MeasuredSaves:
 
 
 @dataclass(frozen=True)
-class Failures(Losses):
+class Failures(FailureCosts):
     """The mean cost of failures with the best interval between checkpoints."""
 
     ranks: int
@@ -73,7 +73,7 @@ def _predict(saves: MeasuredSaves, ranks: int, hosts: int, host_hours: float) ->
     hours = host_hours / hosts
     # A save begins when the one before is complete.
     interval = max(best_interval(saves.cost, hours * HOUR), saves.latency)
-    mean = losses(
+    mean = failure_costs(
         interval,
         cost=saves.cost,
         latency=saves.latency,

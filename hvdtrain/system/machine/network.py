@@ -16,8 +16,8 @@ DISCARD = 9  # port of the discard service
 def local_names() -> frozenset[str]:
     """Return the possible names of this host in a list of hosts: host name and addresses."""
     interfaces = psutil.net_if_addrs().values()
-    own = (address.address for interface in interfaces for address in interface)
-    return frozenset({"localhost", socket.gethostname(), *own})
+    addresses = (address.address for interface in interfaces for address in interface)
+    return frozenset({"localhost", socket.gethostname(), *addresses})
 
 
 def is_this_host(name: str, local: Collection[str]) -> bool:

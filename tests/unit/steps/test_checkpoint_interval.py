@@ -10,8 +10,8 @@ import pytest
 from hvdtrain.steps.checkpoint_interval import (
     HOST_HOURS,
     best_interval,
+    failure_costs,
     hours_between_failures,
-    losses,
 )
 
 CASES = [(1.0, 3600.0), (30.0, 3600.0), (60.0, 600.0)]  # cost of a save, mean between failures
@@ -27,7 +27,7 @@ def test_no_other_interval_is_better(cost: float, between: float) -> None:
     """The formula is an approximation: no interval gains more than a thousandth over it."""
 
     def goodput(interval: float) -> float:
-        mean = losses(interval, cost=cost, latency=cost, restart=0.0, between=between)
+        mean = failure_costs(interval, cost=cost, latency=cost, restart=0.0, between=between)
         return mean.goodput
 
     chosen = best_interval(cost, between)
@@ -51,19 +51,19 @@ def test_the_goodput_is_that_of_a_simulated_job(cost: float, between: float) -> 
         while (at := chance.expovariate(1 / between)) < restart:
             clock += at
             fails += at
-    mean = losses(interval, cost=cost, latency=cost, restart=restart, between=between)
+    mean = failure_costs(interval, cost=cost, latency=cost, restart=restart, between=between)
     assert done / clock == pytest.approx(mean.goodput, rel=0.02)
     assert mean.lost_seconds == interval / 2
 
 
 def test_a_save_that_takes_longer_than_failures_are_apart() -> None:
     assert best_interval(500.0, 100.0) == 100.0
-    late = losses(100.0, cost=1.0, latency=31.0, restart=0.0, between=1000.0)
-    early = losses(100.0, cost=1.0, latency=1.0, restart=0.0, between=1000.0)
+    late = failure_costs(100.0, cost=1.0, latency=31.0, restart=0.0, between=1000.0)
+    early = failure_costs(100.0, cost=1.0, latency=1.0, restart=0.0, between=1000.0)
     assert late.lost_seconds == early.lost_seconds + 30
     assert late.goodput < early.goodput < 1
 
 
 def test_a_job_that_cannot_get_on_has_no_goodput() -> None:
-    mean = losses(10.0, cost=1.0, latency=1.0, restart=5.0, between=0.001)
+    mean = failure_costs(10.0, cost=1.0, latency=1.0, restart=5.0, between=0.001)
     assert mean.goodput == 0 and mean.lost_seconds == 5
