@@ -115,6 +115,9 @@ def _run(content: Any) -> MeasuredRun:
     run = records.decode(MeasuredRun, fields)
     if not (run.ranks >= 1 and math.isfinite(run.rate) and run.rate > 0):
         raise ValueError(f"{run.rate} images/s on {run.ranks} ranks")
+    for part, seconds in run.split.items():
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"{seconds} s of a step are {part}")
     return run
 
 

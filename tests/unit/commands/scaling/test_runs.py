@@ -163,6 +163,17 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     assert [record.name for record in read_lines(file)] == ["1-1", "2-1", "2-2", "4-1"]
 
 
+@pytest.mark.parametrize("seconds", ["1e999", "-0.1"])
+def test_parts_of_a_step_are_finite(seconds: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    append_line(file, run(1))
+    content = json.loads(file.read_text())
+    content["summary"]["step_split"] = {"communication": 12.5}
+    file.write_text(json.dumps(content).replace("12.5", seconds) + "\n")
+    with pytest.raises(UsageError, match=r"line 1: .* s of a step are communication"):
+        read_lines(file)
+
+
 @given(cut=st.integers(1, 400))
 def test_an_incomplete_line_is_replaced(cut: int, tmp_path_factory: Any) -> None:
     file = tmp_path_factory.mktemp("cut") / "results.jsonl"
