@@ -27,7 +27,7 @@ def own_script_with_all() -> str:
         "from torch.optim.lr_scheduler import ReduceLROnPlateau\n"
         "from torch.utils.data import Subset\n"
     )
-    rate_line = r" +optimizer\.param_groups\[0\]\[.*\n"
+    rate_line = r" +for group in optimizer\.param_groups:\n.*\n"
     script = _put(script, r"import torch\n", imports, keep=True)
     script = _put(
         script, r" +optimizer = torch.*\n", "test = Subset(data, range(101))\n", keep=True

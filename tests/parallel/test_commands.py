@@ -48,7 +48,7 @@ SHORTER = (
     (re.compile(r"launch -n [48](?= -- )"), "launch -n 2"),
     (re.compile(r"^mpirun -n 8 (?=python)"), "mpirun -n 2 "),
     (
-        re.compile(r"^(?!hvdtrain scaling).*hvdtrain\.mnist\b.*"),
+        re.compile(r"^(?!hvdtrain (scaling|compare)).*hvdtrain\.mnist\b.*"),
         r"\g<0> --num-steps 2 --summary run-7/summary.json",
     ),
     (re.compile(r"hvdtrain\.resnet\b.*"), r"\g<0> --model resnet18 --image-size 32 --batch-size 1"),
