@@ -91,8 +91,8 @@ check: $(CHECK_STAMP)  ## lint, imports, unit tests: no framework, no Horovod; m
 
 test: setup  ## check, types, each framework in one process, one run on real ranks per contract
 	@$(MAKE) --no-print-directory check
-	mypy
-	$(PYTEST) tests/framework
+	@# Side by side: each uses one core most of the time.
+	mypy & types=$$!; $(PYTEST) tests/framework; wait $$types
 	$(PYTEST) tests/parallel -m contract --durations=0 | tee .durations.txt
 
 test-all: setup  ## all tests, as the continuous integration runs them

@@ -303,16 +303,17 @@ def begun(said: str) -> list[tuple[int, int, int]]:
     return list(dict.fromkeys((int(a), int(b), int(c)) for a, b, c in found))
 
 
-@pytest.mark.parametrize("number", range(6 if LONG else 1))
+@on_demand  # keras_fit.py has the commits, the test above the driver
+@pytest.mark.parametrize("number", range(6))
 def test_a_rank_of_keras_that_is_killed(number: int, tmp_path: Path) -> None:
     """Each batch is trained on once after the last commit: the script compares the weights."""
     size, chance = 2 + number % 2, random.Random(number)
-    options = [f"--epochs={4 if LONG else 2}", "--pause=0.1", f"--every={1 + number % 3}"]
+    options = ["--epochs=4", "--pause=0.1", f"--every={1 + number % 3}"]
     options += ["--relative"] * (number % 2)
     slots = (f"--min={size}", f"--max={size}")
     with keras_job(tmp_path, *options, slots=slots) as job:
         job.saves_again(3)
-        time.sleep(LONG * chance.random())
+        time.sleep(chance.random())
         job.ranks()[str(chance.randrange(size))].kill()
         code, said = job.end()
     assert code == 0, said
