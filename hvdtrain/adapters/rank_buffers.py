@@ -36,8 +36,8 @@ def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arra
 def separate_buffers(checkpoint: Checkpoint) -> tuple[Tensors, Arrays]:
     """Split the arrays of a checkpoint into optimizer state and those of ``gather_buffers``.
 
-    Without the sample counts, which earlier versions did not save of some pipelines, there are none
-    of the latter.
+    Buffers without sample counts are dropped: pipelines whose first stage has no buffer were once
+    saved so.
 
     Raises:
         DAMAGE: the latter are not arrays of a value, or of a buffer of the model, per rank.
