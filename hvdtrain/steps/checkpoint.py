@@ -190,9 +190,12 @@ def load_newest(
     Damaged ones, and those for which ``check`` raises ``ValueError``, are skipped with a warning.
 
     Raises:
-        UsageError: there are checkpoints, but none can be read.
+        UsageError: there are checkpoints, but none can be read; or the directory cannot be listed.
     """
-    names = _names(directory)
+    try:
+        names = _names(directory)
+    except OSError as error:  # not "no checkpoint": the training would start anew
+        raise UsageError(f"{directory} cannot be listed ({error.strerror}). {remedy}") from error
     for stray in sorted(directory.glob(f"{PREFIX}*")) if directory.is_dir() else ():
         if stray.name not in names:
             log.warning("%s is not the name of a checkpoint: skipped", escaped(str(stray)))

@@ -477,6 +477,17 @@ def test_if_all_are_damaged_the_error_names_the_remedy(two: Path) -> None:
 # Loading a checkpoint by its path
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user without rights")
+def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(two: Path) -> None:
+    two.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(UsageError, match="cannot be listed .Permission denied.*--resume never"):
+            load_newest(two)
+    finally:
+        os.seteuid(0)
+
+
 def test_load_by_directory_of_a_checkpoint_or_of_several(two: Path) -> None:
     names = sorted_names(two)
     for number, name in enumerate(names, start=1):
