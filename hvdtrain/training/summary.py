@@ -36,6 +36,7 @@ PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "mpi4py
 OPEN_MPI = tuple(f"OMPI_MCA_{name}" for name in ("btl", "coll", "mpi_yield_when_idle", "pml"))
 VARIABLES = ("FI_", "HOROVOD_", "NCCL_", "OMP_", "UCX_", *OPEN_MPI)
 SECRET = re.compile("CREDENTIAL|KEY|PASS|SECRET|TOKEN")  # in the name of a variable
+UNKNOWN = "-"  # the table leaves such a value out
 
 
 def non_default_options(options: Options) -> dict[str, object]:
@@ -169,9 +170,9 @@ def evaluation_figures(
 
 
 def measured(metrics: Sequence[Metric], tested: Mapping[str, float]) -> dict[str, str]:
-    """Return the formatted metrics of an evaluation by name; ``-``: unknown."""
+    """Return the formatted metrics of an evaluation by name, or ``UNKNOWN``."""
     return {
-        name: metric.shown(tested[name]) if name in tested else "-"
+        name: metric.shown(tested[name]) if name in tested else UNKNOWN
         for metric in metrics
         for name in metric.names
     }
@@ -184,7 +185,7 @@ def rows(
     *,
     speed_only: bool = False,
 ) -> list[tuple[str, str]]:
-    """Return the summary as table rows: label and formatted value.
+    """Return the summary as table rows: label and formatted value, without unknown ones.
 
     Args:
         summary: the summary of a training.
@@ -203,19 +204,21 @@ def rows(
             ("training loss", _number(summary.train_loss, ".4f")),
             *_test_rows(summary, measured),
         ]
-    stopped, first = summary.stopped, _number(summary.seconds_to_first_step, ".1f")
+    stopped, first = summary.stopped, summary.seconds_to_first_step
     assert stopped is not None
+    start = "" if first is None else f", the first step after {first:.1f}"
     records = {"timeline": summary.timeline, "profile": summary.profile}
     files = {"checkpoint": summary.checkpoint, **records}
-    return [
+    table = [
         *work,
         (f"{unit}/s", _speed(rates, recorded=any(records.values()))),
         *([("bubble", _bubble(summary.bubble))] if summary.bubble else []),
         *_gpu_rows(summary),
-        ("seconds", f"{summary.seconds_total:.1f}, the first step after {first}"),
+        ("seconds", f"{summary.seconds_total:.1f}{start}"),
         ("stopped", STOPPED.get(stopped, stopped)),
         *((name, path) for name, path in files.items() if path),
     ]
+    return [row for row in table if row[1] != UNKNOWN]
 
 
 def _bubble(bubble: Bubble) -> str:
@@ -255,18 +258,18 @@ def _test_rows(summary: Summary, measured: Mapping[str, str]) -> list[tuple[str,
     tested = f" of {summary.eval_samples:,}" if summary.eval_samples else ""
     return [
         ("test loss", _number(summary.eval_loss, ".4f")),
-        *((f"test {name}", value + tested * (value != "-")) for name, value in measured.items()),
+        *((f"test {name}", value + tested) for name, value in measured.items() if value != UNKNOWN),
     ]
 
 
 def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return UNKNOWN if value is None else format(value, form)
 
 
 def _speed(rates: Sequence[float], *, recorded: bool) -> str:
     """Return the throughput; ``recorded``: steps in a timeline or profile were excluded."""
     if not rates:
-        return "- (steps recorded)" if recorded else "-"
+        return "- (steps recorded)" if recorded else UNKNOWN
     middle, low, high = statistics.median(rates), min(rates), max(rates)
     speed = f"{middle:,.1f} in the median step, {low:,.1f} to {high:,.1f}; all ranks"
     return f"{speed}, without the steps recorded" if recorded else speed

@@ -74,9 +74,10 @@ def test_the_table_of_other_samples_and_metrics() -> None:
 
 
 def test_the_table_without_evaluation_and_without_a_step() -> None:
-    values = {"train_loss": None, "eval_loss": None, "stopped": Stopped.PREEMPTED}
-    table = table_of([], {"accuracy": "-"}, **values, samples_trained=0, steps_completed=0)
-    assert table["training loss"] == table["test loss"] == table["test accuracy"] == "-"
+    values = dict.fromkeys(("train_loss", "eval_loss", "seconds_to_first_step"))
+    values |= {"samples_trained": 0, "steps_completed": 0, "stopped": Stopped.PREEMPTED}
+    table = table_of([], {"accuracy": "-"}, **values)
+    assert table.keys() == {"trained", "seconds", "stopped"} and "step" not in table["seconds"]
     assert table["stopped"] == "preempted and saved: run the same command again to continue"
 
 
