@@ -22,6 +22,7 @@ from hvdtrain.steps.sharding import bounds, evaluation_parts
 from hvdtrain.steps.summary import Stopped
 from hvdtrain.steps.world import World
 from hvdtrain.system.runtime.exit import agreed, process_status
+from hvdtrain.system.runtime.tuning import release_freed_memory
 from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.tasks.metrics import Array, Consumer
@@ -83,6 +84,7 @@ def evaluate(
                 stopped = adapter.communicator.sum(np.array([stopped]))[0]
             if stopped:
                 break
+    release_freed_memory()
     means, seen = adapter.average_metrics(count, loss=loss)
     if seen < test.samples:
         return None

@@ -5,6 +5,7 @@ Values set by the user are kept. Measurements: ``benchmarks``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Mapping
@@ -40,3 +41,13 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def release_freed_memory() -> None:
+    """Return what ``keep_freed_memory`` keeps to the kernel, also from the middle of the heap.
+
+    Call it after work of another size than the steps', e.g. an evaluation: a small value that stays
+    there would split its memory, and each further evaluation would need as much again.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
