@@ -43,6 +43,7 @@ from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
 from hvdtrain.workloads.data.files import Names
+from hvdtrain.workloads.data.image_folder import rgb
 from hvdtrain.workloads.data.packed import (
     INDEX,
     WORK,
@@ -288,7 +289,7 @@ def _resized(content: bytes, limit: int, name: str) -> bytes:
                 image.load()
                 return content
             form = "PNG" if image.format == "PNG" else "JPEG"
-            plain = image if image.mode == "L" else image.convert("RGB")
+            plain = image if image.mode == "L" else rgb(image)
             scale, (width, height) = limit / min(image.size), image.size
             sides = round(width * scale), round(height * scale)
             file: IO[bytes] = io.BytesIO()

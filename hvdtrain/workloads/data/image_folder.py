@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from hvdtrain.workloads.data.files import (
     images_below,
 )
 from hvdtrain.workloads.data.packed import IMAGES, Pack, is_packed, wrong_kind
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +172,15 @@ def decoding_error(files: Files, index: int) -> str | None:
     except Exception as error:  # Pillow raises many kinds for broken bytes
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def rgb(image: Image) -> Image:
+    """Return a decoded image in RGB; grey of 16 bits is scaled to 8, as TensorFlow does."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # I;16, or I in older versions; ``convert`` clips them to 255
+        image = Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def broken_image(name: object, reason: object) -> UsageError:

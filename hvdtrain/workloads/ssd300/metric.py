@@ -23,6 +23,7 @@ from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.tasks.metrics import Array, Metric
 from hvdtrain.workloads.data.coco import Coco
+from hvdtrain.workloads.data.image_folder import rgb
 from hvdtrain.workloads.ssd300.boxes import DETECTIONS, default_boxes, detect
 
 FIELDS = 7  # of a detection: image id, left, top, width, height, score, category id
@@ -75,7 +76,7 @@ class MeanAveragePrecision(Metric):
     def _draw(self, folder: Path, index: int, detected: Array) -> None:
         """Write a picture of the image with its true boxes and the best detections."""
         with self.reader.open(index) as image:
-            picture = image.convert("RGB")
+            picture = rgb(image)
         draw = ImageDraw.Draw(picture)
         names = dict(zip(self.coco.categories, self.coco.names, strict=True))
         for box in self.coco.of(index)[0]:

@@ -418,6 +418,12 @@ def test_resize(tmp_path: Path) -> None:
         ((50, 73), "RGB", "JPEG"),
         ((64, 40), "L", "JPEG"),
     ]
+    deep = np.full((120, 60), 0x1234, np.uint16)
+    Image.fromarray(deep).save(source / "e.png")
+    packed(tmp_path / "in", tmp_path / "deep", resize=50)
+    with Image.open(load(tmp_path / "deep")[0].files.open(4)) as image:
+        assert (image.size, image.getpixel((9, 9))) == ((50, 100), (0x12, 0x12, 0x12))
+    (source / "e.png").unlink()
     # Different pixels with the same names have different digests, which checkpoints record.
     assert train.digest != load(tmp_path / "whole")[0].digest
     assert train.files.digest != PackedFiles(whole, "train").digest
