@@ -34,8 +34,8 @@ def write_run(folder: Path, **changed: Any) -> None:
     fields = {"steps_completed": 20, "seconds_total": 61.0, "eval_accuracy": 0.875, **changed}
     (folder / "summary.json").write_text(json.dumps(summary(2, 1234.0, **fields)))
     lines = [
-        {"kind": "step", "step": 10, "step_loss": 2.0, "learning_rate": 0.1, "images_per_second": 9},
-        {"kind": "step", "step": 20, "step_loss": 1.0, "learning_rate": 0.2, "images_per_second": 9},
+        {"kind": "step", "step": 10, "step_loss": 2, "learning_rate": 0.1, "images_per_second": 9},
+        {"kind": "step", "step": 20, "step_loss": 1, "learning_rate": 0.2, "images_per_second": 9},
         {"kind": "epoch", "step": 20, "loss": 1.5, "eval_loss": 1.25, "eval_accuracy": 0.875},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
