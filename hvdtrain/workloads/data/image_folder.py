@@ -230,7 +230,9 @@ def _decoding_error(index: int) -> str | None:
 
 
 def broken_files(files: Files, workers: int) -> list[int]:
-    """Decode every image once, in worker processes, and return the indices of those that fail.
+    """Decode every image, in worker processes, and return the indices of those that fail.
+
+    Each rank does so at each start.
 
     Raises:
         UsageError: all images fail.
