@@ -467,6 +467,16 @@ def test_coco(tmp_path: Path) -> None:
         packed(bccd, tmp_path / "small", resize=100)
 
 
+def test_the_next_command_is_that_of_a_trainer_of_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split, trains in (("train2017", True), ("train2014", False)):  # ssd300 reads 2017 only
+        annotations = {f"annotations/instances_{split}.json": b"{}"}
+        source = fill(tmp_path / split, {f"{split}/1.jpg": b"image", **annotations})
+        assert cli.main(["pack", str(source), str(tmp_path / f"{split}-out")]) == 0
+        assert ("python -m hvdtrain.ssd300 --data" in capsys.readouterr().out) is trains
+
+
 def test_mnist(tmp_path: Path) -> None:
     packed(write_mnist(tmp_path / "in"), tmp_path / "out")
     splits = zip(mnist.load(tmp_path / "in"), mnist.load(tmp_path / "out"), strict=True)
