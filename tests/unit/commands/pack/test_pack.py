@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,6 +230,20 @@ def test_damaged_or_changed_shards_are_packed_again(
     packed(folder, out)
     packed(folder, tmp_path / "whole")
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("resize", [0, 8])
+def test_a_file_of_the_same_size_that_was_replaced_is_reported(tmp_path: Path, resize: int) -> None:
+    out, image = tmp_path / "out", tmp_path / "in/train/ant/2.png"
+    image.parent.mkdir(parents=True)
+    Image.new("L", (9, 9), 1).save(image, "BMP")  # whose size is that of any other image
+    packed(tmp_path / "in", out, resize=resize)
+    copy = shutil.copytree(tmp_path / "in", tmp_path / "copy")  # newer than the index
+    assert Packing(copy, out, PackOptions(2**14, 2, resize)).run()[1]
+    Image.new("L", (9, 9), 200).save(image, "BMP")
+    os.utime(image, (1, 1))  # as a download that keeps the publisher's time
+    with pytest.raises(UsageError, match=r"2\.png was changed since .*out was packed: specify"):
+        packed(tmp_path / "in", out, resize=resize)
 
 
 def test_two_parallel_runs_succeed(folder: Path, tmp_path: Path) -> None:
