@@ -455,6 +455,22 @@ def test_precision_is_that_of_pycocotools(seed: int, tmp_path: Path) -> None:
     assert nothing == dict.fromkeys(got, 0.0)
 
 
+def test_two_categories_of_one_name_have_a_precision_each(tmp_path: Path) -> None:
+    pytest.importorskip("pycocotools")
+    names = {4: "ant", 5: "bee", 6: "ant"}
+    content = {
+        "images": [{"id": 1, "file_name": "1.jpg", "width": 99, "height": 99}],
+        "annotations": [
+            {"image_id": 1, "category_id": identity, "bbox": [9, 9, 50, 50]} for identity in names
+        ],
+        "categories": [{"id": identity, "name": name} for identity, name in names.items()],
+    }
+    read, _ = coco.load(write(tmp_path, content, names=["1.jpg"]))
+    got = metric.precision(read, np.array([[0, 9.0, 9, 50, 50, 0.5, 2]]))
+    assert list(got) == ["map", "map50", "ap50/ant 4", "ap50/bee", "ap50/ant 6"]
+    assert (got["ap50/ant 4"], got["ap50/ant 6"]) == (0, pytest.approx(1))
+
+
 def test_an_output_becomes_detections_in_pixels() -> None:
     _, val = data.drawn(0)
     defaults = boxes.default_boxes()

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
     """Return the average precisions of all detections, shape (n, 7), computed by pycocotools.
 
     These are ``map``, ``map50``, and ``ap50/NAME`` of each category with true boxes; crowds are
-    ignored.
+    ignored. A name that several categories have is followed by the id.
 
     Raises:
         UsageError: pycocotools is not installed.
@@ -143,6 +144,11 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
         evaluation.params.maxDets = [1, 10, DETECTIONS]
         evaluation.evaluate()
         evaluation.accumulate()
+    twice = {name for name, count in Counter(coco.names).items() if count > 1}
+    names = [
+        f"{name} {identity}" if name in twice else name
+        for name, identity in zip(coco.names, coco.categories, strict=True)
+    ]
     # By IoU, recall, category, area (all) and detections (100); -1: no true box.
     precisions = evaluation.eval["precision"][:, :, :, 0, -1]
     present = precisions[0, 0] > -1
@@ -153,7 +159,7 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
         "map50": float(precisions[0][:, present].mean()),
         **{
             f"ap50/{name}": float(precisions[0, :, index].mean())
-            for index, name in enumerate(coco.names)
+            for index, name in enumerate(names)
             if present[index]
         },
     }
