@@ -194,6 +194,31 @@ def test_the_curves_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None
     ]
 
 
+def test_the_curves_are_those_of_the_last_run(tmp_path: Path) -> None:
+    """It was started anew, or rolled back to update 4, and made fewer updates than before."""
+    runs = {
+        "fresh": [("step", 2), ("epoch", 3)],
+        "rolled back": [("step", 4), ("epoch", 4), ("step", 6), ("epoch", 6)],
+        "evaluated first": [("epoch", 4), ("step", 6)],  # with its record, update 4 was saved
+    }
+    before = [("step", 2), ("epoch", 3), ("step", 4), ("step", 6), ("epoch", 6), ("step", 8)]
+    expected = {
+        "fresh": ([2], [3]),
+        "rolled back": ([2, 4, 6], [3, 4, 6]),
+        "evaluated first": ([2, 4, 6], [3, 4]),
+    }
+    for name, records in runs.items():
+        lines = [{"kind": kind, "step": step} for kind, step in before + records]
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    for curves in look(tmp_path).curves:
+        steps, epochs = (
+            [record["step"] for record in kind] for kind in (curves.steps, curves.epochs)
+        )
+        assert (steps, epochs) == expected[curves.path.parent.name]
+
+
 def test_a_timeline(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "gradients.0"}},
