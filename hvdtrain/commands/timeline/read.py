@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ import msgspec
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import replacing
+from hvdtrain.system.output.text import duration
 
 CHUNK = 1 << 15  # bytes read at once: the events parsed from them fit into the processor's cache
 MAX_HEADER = 1 << 20  # bytes without an event, after which a file is no timeline
@@ -76,7 +78,7 @@ def timeline(reading: Reading, window: tuple[float, float] | None = None) -> Ite
         window: time range, in seconds since the first event; metadata outside it is included.
 
     Raises:
-        UsageError: see ``chunks``.
+        UsageError: see ``chunks``; or the window begins after the last event.
     """
     clock = _CommonClock(reading)
     for chunk, has_preamble in chunks(reading):
@@ -88,6 +90,11 @@ def timeline(reading: Reading, window: tuple[float, float] | None = None) -> Ite
                 yield [e for e in events if not has_time(e) or low <= e["ts"] < high]
             else:
                 yield events
+    if window and reading.first is not None:
+        seconds = (clock.last - reading.first) / 1e6
+        if seconds < window[0]:
+            span = ":".join("" if edge == math.inf else f"{edge:g}" for edge in window)
+            raise UsageError(f"--slice {span}: {reading.path} ends after {duration(seconds)}")
 
 
 class _CommonClock:
