@@ -256,6 +256,9 @@ def test_invalid_and_unknown_files_are_left_out(
     (tmp_path / "foreign.jsonl").write_text('{"a": 1}\n{"b": 2}\n')
     (tmp_path / "list.json").write_text("[1, 2, 3]")
     (tmp_path / ".hidden.json").write_text("{")
+    for name, text in {"profile": '{"schemaVersion": 1, "traceEvents": []}', "cut": "[1]"}.items():
+        packed = gzip.compress(text.encode())
+        (tmp_path / f"{name}.json.gz").write_bytes(packed[:5] if name == "cut" else packed)
     for name in ("pipe.json", "pipe.jsonl", "pipe.txt", "results.jsonl"):
         os.mkfifo(tmp_path / name)  # must not block
     assert cli.main(["report", str(tmp_path), "--json", "--html", str(tmp_path / "o.html")]) == 0
@@ -264,7 +267,8 @@ def test_invalid_and_unknown_files_are_left_out(
     assert any(note.startswith("broken.json: ") for note in data["left_out"])
     for name in ("pipe.json", "pipe.jsonl", "results.jsonl"):
         assert f"{name}: not a regular file" in data["left_out"]
-    assert not any("hidden" in note or "foreign" in note for note in data["left_out"])
+    assert not any(re.search("hidden|foreign|profile", note) for note in data["left_out"])
+    assert any(note.startswith("cut.json.gz: is cut") for note in data["left_out"])
     assert "broken.json" in (tmp_path / "o.html").read_text()
 
 
