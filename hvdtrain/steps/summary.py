@@ -213,7 +213,7 @@ class Summary:
 
 
 def unit_of(summaries: Iterable[Summary | None]) -> str:
-    """Return the common unit of the samples, else ``samples``; older files have ``images``."""
+    """Return the common unit of the samples, else ``samples``; a table of images has none."""
     units = {summary.unit or "images" for summary in summaries if summary} or {"images"}
     return units.pop() if len(units) == 1 else "samples"
 

@@ -22,7 +22,7 @@ from hvdtrain.tasks.training_step_pytorch import network_input  # noqa: E402
 from hvdtrain.workloads.data import dali_decoder  # noqa: E402
 from hvdtrain.workloads.data.dali_decoder import JpegDecoder, choose_decoder  # noqa: E402
 from hvdtrain.workloads.data.dali_images import plain_jpeg  # noqa: E402
-from hvdtrain.workloads.data.image_folder import ImageOptions, worker_errors  # noqa: E402
+from hvdtrain.workloads.data.image_folder import ImageOptions, rgb, worker_errors  # noqa: E402
 from hvdtrain.workloads.data.torch_images import _ahead, decoded  # noqa: E402
 from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision  # noqa: E402
 from tests.conftest import error_of  # noqa: E402
@@ -96,6 +96,18 @@ def test_all_modes_become_rgb(form: str, mode: str, photograph: Path) -> None:
     assert (image.mode, smaller) == ("RGB", 4 if form == "JPEG" else 1)
     red, green, blue = image.split()
     assert mode != "L" or red.tobytes() == green.tobytes() == blue.tobytes()
+
+
+def test_grey_of_16_bits_is_scaled(tmp_path: Path) -> None:
+    ramp = np.arange(2**16, dtype=np.uint16)[::16].reshape(64, 64)
+    Image.fromarray(ramp).save(tmp_path / "ramp.png")
+    with Image.open(tmp_path / "ramp.png") as image:
+        pixels = np.asarray(decoded(image)[0])
+    # As tf.io.decode_image does.
+    assert np.array_equal(pixels, np.repeat((ramp >> 8)[:, :, None], 3, axis=2))
+    for mode in ("I", "I;16", "I;16B"):  # in which versions of Pillow open it
+        image = Image.new(mode, (1, 1), 0x1234)
+        assert rgb(image).getpixel((0, 0)) == (0x12,) * 3
 
 
 def test_a_truncated_one_is_named(photograph: Path, tmp_path: Path) -> None:

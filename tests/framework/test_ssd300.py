@@ -413,7 +413,8 @@ def test_precision_is_that_of_pycocotools(seed: int, tmp_path: Path) -> None:
     """With crowds, gaps in the ids, areas that are missing and images without detections."""
     pytest.importorskip("pycocotools")
     chance = random.Random(seed)
-    ids, categories = [3, 40, 41, 9_000_000_000, 77], [2, 5, 11, 90]  # of 90 there is no box
+    ids = [3, 40, 41, 2**53, 2**53 + 1]  # the last one has no float64
+    categories = [2, 5, 2**53, 2**53 + 1, 90]  # of 90 there is no box
     content: dict[str, Any] = {
         "info": {},
         "images": [
@@ -427,7 +428,7 @@ def test_precision_is_that_of_pycocotools(seed: int, tmp_path: Path) -> None:
         width, height = chance.randint(8, 90), chance.randint(8, 60)
         bbox = [chance.randint(0, 90), chance.randint(0, 40), width, height]
         crowd = int(number == 5 and image != 40)
-        entry = {"image_id": image, "category_id": chance.choice(categories[:3]), "iscrowd": crowd}
+        entry = {"image_id": image, "category_id": chance.choice(categories[:4]), "iscrowd": crowd}
         entry |= {"id": len(content["annotations"]) + 1, "bbox": bbox, "area": width * height}
         content["annotations"].append(entry)
         for _ in range(0 if image == 41 else chance.randint(0, 3)):
@@ -438,21 +439,36 @@ def test_precision_is_that_of_pycocotools(seed: int, tmp_path: Path) -> None:
     expected = as_by_hand(tmp_path, content, results)
     for entry in content["annotations"]:
         del entry["area"], entry["id"]
-    folder = write(tmp_path / "coco", content, names=[f"{entry}.jpg" for entry in ids])
-    result = np.array(
-        [
-            [entry["image_id"], *entry["bbox"], entry["score"], entry["category_id"]]
-            for entry in results
-        ]
-    )
-    read, _ = coco.load(folder)
+    read, _ = coco.load(write(tmp_path / "coco", content, names=[f"{entry}.jpg" for entry in ids]))
+    image_of, label_of = read.ids.tolist().index, read.categories.index
+    rows = [
+        [image_of(e["image_id"]), *e["bbox"], e["score"], label_of(e["category_id"])]
+        for e in results
+    ]
+    result = np.array(rows)
     got = metric.precision(read, result)
     assert (got["map"], got["map50"]) == pytest.approx(expected, rel=1e-12)
     assert expected[1] > 0.1
-    assert list(got) == ["map", "map50", "ap50/n2", "ap50/n5", "ap50/n11"]
+    assert list(got) == ["map", "map50", *(f"ap50/n{entry}" for entry in categories[:4])]
     assert np.mean(list(got.values())[2:]) == pytest.approx(got["map50"])
     nothing = metric.precision(read, np.zeros((0, metric.FIELDS)))
     assert nothing == dict.fromkeys(got, 0.0)
+
+
+def test_two_categories_of_one_name_have_a_precision_each(tmp_path: Path) -> None:
+    pytest.importorskip("pycocotools")
+    names = {4: "ant", 5: "bee", 6: "ant"}
+    content = {
+        "images": [{"id": 1, "file_name": "1.jpg", "width": 99, "height": 99}],
+        "annotations": [
+            {"image_id": 1, "category_id": identity, "bbox": [9, 9, 50, 50]} for identity in names
+        ],
+        "categories": [{"id": identity, "name": name} for identity, name in names.items()],
+    }
+    read, _ = coco.load(write(tmp_path, content, names=["1.jpg"]))
+    got = metric.precision(read, np.array([[0, 9.0, 9, 50, 50, 0.5, 2]]))
+    assert list(got) == ["map", "map50", "ap50/ant 4", "ap50/bee", "ap50/ant 6"]
+    assert (got["ap50/ant 4"], got["ap50/ant 6"]) == (0, pytest.approx(1))
 
 
 def test_an_output_becomes_detections_in_pixels() -> None:
@@ -464,9 +480,13 @@ def test_an_output_becomes_detections_in_pixels() -> None:
     result = metric.detections(val, defaults, 3, output.numpy())
     left, top, right, bottom = (boxes.corners(defaults[5000]).clamp(0, 1) * 300).tolist()
     score = math.exp(9) / (math.exp(9) + 3)
-    expected = [val.ids[3], left, top, right - left, bottom - top, score, val.categories[1]]
+    expected = [3, left, top, right - left, bottom - top, score, 1]
     assert result[0] == pytest.approx(np.array(expected))
     assert len(result) == 1
+    y = np.array([[[0, 0, 0, 0, 0, 3]]])
+    images, texts = metric.columns(val).values(y, output.numpy()[None])
+    assert images.tolist() == [val.ids[3]]
+    assert [row[0] for row in json.loads(texts[0])] == [val.categories[1]]
 
 
 # The network

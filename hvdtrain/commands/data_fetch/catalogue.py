@@ -40,7 +40,7 @@ class DataSet:
 
     name: str  # as on the command line
     description: str  # for the help
-    trainer: str  # as in ``python -m hvdtrain.TRAINER``, with its options; empty: none
+    trainer: str  # as in ``python -m hvdtrain.TRAINER``, with its options
     remotes: tuple[Remote, ...]  # its files, in the order of downloading
     files: Callable[[Path], Files]  # yields the contents of a downloaded file
     growth: float = 1.1  # its size on a disk, relative to that of its archives
@@ -185,7 +185,7 @@ DATA_SETS = (
     DataSet(
         "coco",
         "123,287 images (2017) with boxes of 80 classes",
-        "",
+        "ssd300",
         (
             Remote(
                 "http://images.cocodataset.org/annotations/annotations_trainval2017.zip",

@@ -78,8 +78,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     if not fetch.is_done:
         fetch.run()
     lines = [f"{data_set.name} is in {folder}" + ("" if missing else " already")]
-    if data_set.trainer:
-        trainer, *options = data_set.trainer.split()
-        train = ["python", "-m", f"hvdtrain.{trainer}", "--data", str(folder), *options]
-        lines.append(f"train on it: hvdtrain launch -n 2 -- {shlex.join(train)}")
+    trainer, *options = data_set.trainer.split()
+    train = ["python", "-m", f"hvdtrain.{trainer}", "--data", str(folder), *options]
+    lines.append(f"train on it: hvdtrain launch -n 2 -- {shlex.join(train)}")
     return Report("\n".join(lines), data)

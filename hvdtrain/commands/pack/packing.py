@@ -17,8 +17,9 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +27,7 @@ import msgspec
 import numpy as np
 
 from hvdtrain.commands.pack.source import (
+    AT_ONCE,
     BLOCK,
     LOOSE,
     RECORD,
@@ -43,6 +45,7 @@ from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
 from hvdtrain.workloads.data.files import Names
+from hvdtrain.workloads.data.image_folder import rgb
 from hvdtrain.workloads.data.packed import (
     INDEX,
     WORK,
@@ -130,6 +133,11 @@ class Packing:
                 raise UsageError(
                     f"{self.out} was packed from other data or with other options, or "
                     f"{self.folder} was changed since: specify another OUT, or remove it"
+                )
+            if changed := _changed_since(source, pack, pool, display):
+                raise UsageError(
+                    f"{changed} was changed since {self.out} was packed: specify another OUT, or "
+                    "remove it"
                 )
             return pack, True
         parts = shard_plans(source, shard_size, resize)
@@ -274,6 +282,37 @@ def _changed(name: str, event: str) -> HvdtrainError:
     return HvdtrainError(f"{name} {event} while it was packed: run it again without changes")
 
 
+def _changed_since(source: Source, pack: Pack, pool: Executor, display: Display) -> str | None:
+    """Return a file that differs from its packed copy; None if there is none.
+
+    Names and sizes are those of the packed files. Files that nobody touched since are not read.
+    """
+    packed_at = (pack.folder / INDEX).stat().st_mtime_ns
+    for group in source.groups:
+        touched = np.flatnonzero(group.touched >= packed_at).tolist()
+        if touched:
+            display.stage(f"comparing {plural(len(touched), 'file')} with their packed copies")
+        spans = [touched[at : at + AT_ONCE] for at in range(0, len(touched), AT_ONCE)]
+        if changed := next(filter(None, pool.map(partial(_first_changed, group, pack), spans)), ""):
+            return changed
+    return None
+
+
+def _first_changed(group: Group, pack: Pack, indices: list[int]) -> str | None:
+    contents = pack.contents
+    for index in indices:
+        name, content = group.files.name(index), _content(group, index)
+        if group.name == LOOSE:
+            member = contents.files[group.path(index)]
+        else:
+            member = contents.splits[group.name].member(index)
+        if contents.resize:
+            content = _resized(content, contents.resize, name)
+        if pack.read(member) != content:
+            return name
+    return None
+
+
 def _resized(content: bytes, limit: int, name: str) -> bytes:
     """Return an image with a shorter side of at most ``limit`` pixels; smaller ones are unchanged.
 
@@ -288,7 +327,7 @@ def _resized(content: bytes, limit: int, name: str) -> bytes:
                 image.load()
                 return content
             form = "PNG" if image.format == "PNG" else "JPEG"
-            plain = image if image.mode == "L" else image.convert("RGB")
+            plain = image if image.mode == "L" else rgb(image)
             scale, (width, height) = limit / min(image.size), image.size
             sides = round(width * scale), round(height * scale)
             file: IO[bytes] = io.BytesIO()

@@ -80,6 +80,9 @@ class Group:
     files: FolderFiles  # in order
     sizes: NDArray[np.int64]  # bytes of each
     changed: NDArray[np.int64]  # time of last change of each, in nanoseconds
+    touched: NDArray[
+        np.int64
+    ]  # that of its inode: also of a file that was replaced by an older one
     labels: NDArray[np.int32]  # empty if there are no classes
 
     def path(self, index: int) -> str:
@@ -156,12 +159,14 @@ def _group(
 ) -> Group:
     spans = [range(at, min(at + AT_ONCE, len(files))) for at in range(0, len(files), AT_ONCE)]
     results = pool.map(lambda span: _sizes_and_times(files, span), spans)
-    sizes, changed = np.array([facts for result in results for facts in result], np.int64).T
-    return Group(name, files, sizes, changed, np.zeros(0, np.int32) if labels is None else labels)
+    facts = np.array([facts for result in results for facts in result], np.int64)
+    sizes, changed, touched = facts.T
+    labels = np.zeros(0, np.int32) if labels is None else labels
+    return Group(name, files, sizes, changed, touched, labels)
 
 
-def _sizes_and_times(files: FolderFiles, span: range) -> list[tuple[int, int]]:
-    """Return the bytes and the time of last change of the files in ``span``."""
+def _sizes_and_times(files: FolderFiles, span: range) -> list[tuple[int, int, int]]:
+    """Return bytes, time of last change and that of the inode, of the files in ``span``."""
     facts = []
     for index in span:
         name = files.name(index)
@@ -171,7 +176,7 @@ def _sizes_and_times(files: FolderFiles, span: range) -> list[tuple[int, int]]:
             raise UsageError(f"{name} cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"{name} is not a regular file: remove it")
-        facts.append((status.st_size, status.st_mtime_ns))
+        facts.append((status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     return facts
 
 

@@ -14,7 +14,8 @@ from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural, size
-from hvdtrain.workloads.data.packed import IMAGES, MNIST, Pack, is_packed
+from hvdtrain.workloads.data.coco import SPLITS
+from hvdtrain.workloads.data.packed import COCO, IMAGES, MNIST, Pack, is_packed
 
 EPILOG = """\
 DIR is an image folder (train/CLASS/*.jpg, val/), has the layout of COCO
@@ -64,8 +65,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     state = "was already packed" if already else "packed"
     lines = [message(f"{folders[0]} {state} into {out}: {samples}{shards}")]
     lines.append(f"check it: hvdtrain pack --check {shlex.quote(str(out))}")
-    trainers = {IMAGES: "resnet", MNIST: "mnist"}
-    if contents.kind in trainers:
+    trainers = {IMAGES: "resnet", MNIST: "mnist", COCO: "ssd300"}
+    if contents.kind != COCO or SPLITS[0] in contents.splits:  # not e.g. of 2014
         train = f"python -m hvdtrain.{trainers[contents.kind]} --data {shlex.quote(str(out))}"
         lines.append(f"train on it: hvdtrain launch -n 2 -- {train}")
     return Report("\n".join(lines), {"ok": True, **facts})

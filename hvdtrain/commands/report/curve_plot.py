@@ -125,13 +125,10 @@ def _draw(
 
 def _values(records: Sequence[Record], key: str) -> tuple[list[float], list[float]]:
     """Return the steps at which a quantity was recorded, and its values."""
-    smooth = key == LOSS
-    if smooth and not any(LOSS in record for record in records):
-        key = "loss"  # mean since the start of the epoch: files of older versions have no other
     recorded = [record for record in records if record.get(key) is not None]
     factor = 100 if key.endswith("accuracy") else 1
     values = [factor * record[key] for record in recorded]
-    return [record["step"] for record in recorded], smoothed(values) if smooth else values
+    return [record["step"] for record in recorded], smoothed(values) if key == LOSS else values
 
 
 def smoothed(values: Sequence[float]) -> list[float]:

@@ -21,6 +21,7 @@ from hvdtrain.commands.scaling.runs import (
 )
 from hvdtrain.commands.study.curves import TrainingCurves, read_curves
 from hvdtrain.commands.timeline.facts import TimelineFacts
+from hvdtrain.commands.timeline.read import GZIP, Reading, blocks
 from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.steps.checkpoint import PREFIX
@@ -151,14 +152,16 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _json(path: Path, relative: Path, contents: DirectoryResults) -> None:
-    """Add a summary or a timeline; other files are ignored."""
+    """Add a summary or a timeline; other files are ignored, e.g. traces of torch.profiler."""
     with path.open("rb") as file:
         start = file.read(64).lstrip()
-    if start.startswith((b"[", b"\x1f\x8b")):
+    if gzipped := start.startswith(GZIP):
+        start = next(blocks(Reading(path)))[0].lstrip()
+    if start.startswith(b"["):
         facts, _ = analyse(path)
         if facts.file.events:
             contents.timelines[relative] = facts
-    elif start.startswith(b"{") and path.stat().st_size < MOST:
+    elif start.startswith(b"{") and not gzipped and path.stat().st_size < MOST:
         content = json.loads(path.read_bytes())
         if content.keys() >= SUMMARY_KEYS:
             contents.summaries[relative] = Summary.from_json(content, needed=["world_size"])

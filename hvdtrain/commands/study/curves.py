@@ -119,12 +119,16 @@ def read_curves(path: Path, shown: Path | None = None) -> TrainingCurves | None:
                     raise ValueError(f"{name} is not a number")
                 if name.startswith("eval_") and value is not None:
                     float(value)  # an integer may be too large
-            # A resumed run repeats steps: the last record of a step counts.
+            # A run that resumed or began anew repeats steps: later ones are of the run before it.
+            # An evaluation follows the training record of its step.
+            for kind, earlier in kinds.items():
+                while earlier and next(reversed(earlier)) >= int(step) + (kind == "step"):
+                    earlier.popitem()
             kinds[record["kind"]][int(step)] = record
         except (ValueError, OverflowError, RecursionError) as error:
             if number < len(lines):
                 wrong = wrong or f"line {number}: {error}"
-    steps, epochs = ([records[step] for step in sorted(records)] for records in kinds.values())
+    steps, epochs = (list(records.values()) for records in kinds.values())
     if wrong and (steps or epochs):
         raise ValueError(wrong)
     return TrainingCurves(shown or path, steps, epochs) if steps or epochs else None

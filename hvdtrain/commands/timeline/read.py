@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ import msgspec
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import replacing
+from hvdtrain.system.output.text import duration
 
+GZIP = b"\x1f\x8b"  # the first bytes of a gzipped file
 CHUNK = 1 << 15  # bytes read at once: the events parsed from them fit into the processor's cache
 MAX_HEADER = 1 << 20  # bytes without an event, after which a file is no timeline
 MAX_EVENT = 1 << 16  # bytes; longer ones are skipped
@@ -76,7 +79,7 @@ def timeline(reading: Reading, window: tuple[float, float] | None = None) -> Ite
         window: time range, in seconds since the first event; metadata outside it is included.
 
     Raises:
-        UsageError: see ``chunks``.
+        UsageError: see ``chunks``; or the window begins after the last event.
     """
     clock = _CommonClock(reading)
     for chunk, has_preamble in chunks(reading):
@@ -88,6 +91,11 @@ def timeline(reading: Reading, window: tuple[float, float] | None = None) -> Ite
                 yield [e for e in events if not has_time(e) or low <= e["ts"] < high]
             else:
                 yield events
+    if window and reading.first is not None:
+        seconds = (clock.last - reading.first) / 1e6
+        if seconds < window[0]:
+            span = ":".join("" if edge == math.inf else f"{edge:g}" for edge in window)
+            raise UsageError(f"--slice {span}: {reading.path} ends after {duration(seconds)}")
 
 
 class _CommonClock:
@@ -135,7 +143,7 @@ def chunks(reading: Reading) -> Iterator[tuple[list[Event], bool]]:
         UsageError: the file does not exist, is empty, or contains no trace event.
     """
     rest, any_events = b"", False
-    for data, last in _blocks(reading):
+    for data, last in blocks(reading):
         buffer = rest + data
         reading.closed = last and _END.search(buffer) is not None
         events, rest = _parse(buffer, reading, last=last)
@@ -159,15 +167,26 @@ def _is_beginning(buffer: bytes) -> bool:
     return text[:1] == b"[" and (start.startswith(body) or body.startswith(start))
 
 
-def _blocks(reading: Reading) -> Iterator[tuple[bytes, bool]]:
-    """Yield non-empty blocks of the file's content, and whether each is the last."""
+def blocks(reading: Reading) -> Iterator[tuple[bytes, bool]]:
+    """Yield non-empty blocks of the file's content, and whether each is the last.
+
+    Raises:
+        UsageError: the file cannot be read, is empty, or is cut before its first block.
+    """
     path = reading.path
     try:
         with path.open("rb") as file:
-            compressed = file.read(2) == b"\x1f\x8b"
+            compressed = file.read(len(GZIP)) == GZIP
             file.seek(0)
-            blocks = _inflated(file, reading) if compressed else iter(lambda: file.read(CHUNK), b"")
-            data = next(blocks, b"")
+            content = (
+                _inflated(file, reading) if compressed else iter(lambda: file.read(CHUNK), b"")
+            )
+            data = next(content, b"")
+            if reading.cut and not data:
+                raise UsageError(
+                    f"{path} is cut or damaged before its first event: copy it again, or record "
+                    "another one"
+                )
             if not data:
                 raise UsageError(
                     f"{path} is empty: Horovod writes a timeline on rank 0 only, from the first "
@@ -176,7 +195,7 @@ def _blocks(reading: Reading) -> Iterator[tuple[bytes, bool]]:
             while data:
                 reading.size += len(data)
                 reading.position = file.tell()
-                following = next(blocks, b"")
+                following = next(content, b"")
                 yield data, not following
                 data = following
     except OSError as error:

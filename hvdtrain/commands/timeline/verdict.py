@@ -116,7 +116,8 @@ def verdict(facts: TimelineFacts) -> list[TimelineFinding]:
 def _completed(facts: TimelineFacts) -> list[TimelineFinding]:
     """Return the findings on completed bars and steps."""
     if not facts.phases:
-        text = "no tensor was submitted to Horovod while it recorded"
+        when = "in the slice" if facts.file.slice else "while it recorded"
+        text = f"no tensor was submitted to Horovod {when}"
         if facts.file.bars_begin:
             text = "the file does not contain the end of any tensor's bars"
         return [_too_little(text)]

@@ -192,7 +192,7 @@ def _parse(content: bytes, split: str) -> tuple[list[str], dict[str, Any]]:
         ]
         counts.append(int(has_area.sum()))
         odd += len(whole) - counts[-1]
-    left_out = {"outside its image or without area": odd, "of an image not listed": unlisted}
+    left_out = {"outside their image or without area": odd, "of an image not listed": unlisted}
     return [image.file_name for image in images], {
         "ids": np.array(ids, np.int64),
         "sizes": sizes,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from hvdtrain.workloads.data.files import (
     images_below,
 )
 from hvdtrain.workloads.data.packed import IMAGES, Pack, is_packed, wrong_kind
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +174,15 @@ def decoding_error(files: Files, index: int) -> str | None:
     return None
 
 
+def rgb(image: Image) -> Image:
+    """Return a decoded image in RGB; grey of 16 bits is scaled to 8, as TensorFlow does."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # I;16, or I in older versions; ``convert`` clips them to 255
+        image = Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
 def broken_image(name: object, reason: object) -> UsageError:
     """Return the error for an image that cannot be decoded."""
     return UsageError(
@@ -218,7 +230,9 @@ def _decoding_error(index: int) -> str | None:
 
 
 def broken_files(files: Files, workers: int) -> list[int]:
-    """Decode every image once, in worker processes, and return the indices of those that fail.
+    """Decode every image, in worker processes, and return the indices of those that fail.
+
+    Each rank does so at each start.
 
     Raises:
         UsageError: all images fail.

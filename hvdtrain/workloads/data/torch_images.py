@@ -28,6 +28,7 @@ from hvdtrain.workloads.data.image_folder import (
     ImageFolder,
     ImageOptions,
     broken_image,
+    rgb,
     worker_errors,
 )
 
@@ -156,7 +157,7 @@ def decoded(image: Image.Image, spare: float = 1.0) -> tuple[Image.Image, int]:
         reduced = image.draft("RGB", (width // most, height // most)) if most > 1 else None
         image.load()
         smaller = round(width / reduced[1][2]) if reduced else 1
-        return image if image.mode == "RGB" else image.convert("RGB"), smaller
+        return rgb(image), smaller
 
 
 def cut(image: Image.Image, view: View) -> Image.Image:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.tasks.metrics import Array, Metric
 from hvdtrain.workloads.data.coco import Coco
+from hvdtrain.workloads.data.image_folder import rgb
 from hvdtrain.workloads.ssd300.boxes import DETECTIONS, default_boxes, detect
 
-FIELDS = 7  # of a detection: image id, left, top, width, height, score, category id
+# Of a detection: image, left, top, width, height, score, category. The image and the category are
+# indices in ``Coco``: an id may have no float64.
+FIELDS = 7
 PICTURES = 12  # number of images to draw, the first ones
 SHOWN = 0.3  # minimum score of drawn detections
 DETECTED, TRUE = "#d55e00", "#009e73"
@@ -75,14 +79,14 @@ class MeanAveragePrecision(Metric):
     def _draw(self, folder: Path, index: int, detected: Array) -> None:
         """Write a picture of the image with its true boxes and the best detections."""
         with self.reader.open(index) as image:
-            picture = image.convert("RGB")
+            picture = rgb(image)
         draw = ImageDraw.Draw(picture)
-        names = dict(zip(self.coco.categories, self.coco.names, strict=True))
         for box in self.coco.of(index)[0]:
             draw.rectangle(tuple(box), outline=TRUE, width=2)
         for _, left, top, width, height, score, category in detected[detected[:, 5] >= SHOWN]:
             draw.rectangle((left, top, left + width, top + height), outline=DETECTED, width=2)
-            draw.text((left + 3, top + 2), f"{names[int(category)]} {score:.2f}", fill=DETECTED)
+            text = f"{self.coco.names[int(category)]} {score:.2f}"
+            draw.text((left + 3, top + 2), text, fill=DETECTED)
         with replacing(folder / f"{int(self.coco.ids[index]):012}.jpg") as file:
             picture.save(file, "JPEG")
 
@@ -97,31 +101,40 @@ def detections(coco: Coco, defaults: torch.Tensor, index: int, output: Array) ->
         tensor.numpy() for tensor in detect(torch.from_numpy(output), defaults)
     )
     edges = boxes * np.tile(coco.sizes[index], 2)
-    image = np.full(len(scores), coco.ids[index])
-    categories = np.array(coco.categories)[labels - 1]
+    image = np.full(len(scores), index)
     sides = edges[:, 2:] - edges[:, :2]
-    return np.column_stack([image, edges[:, :2], sides, scores, categories]).astype(np.float64)
+    return np.column_stack([image, edges[:, :2], sides, scores, labels - 1]).astype(np.float64)
 
 
 def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
     """Return the average precisions of all detections, shape (n, 7), computed by pycocotools.
 
     These are ``map``, ``map50``, and ``ap50/NAME`` of each category with true boxes; crowds are
-    ignored.
+    ignored. A name that several categories have is followed by the id.
 
     Raises:
         UsageError: pycocotools is not installed.
     """
     truth, judge = pycocotools()
+    image, category = (
+        {identity: at for at, identity in enumerate(ids)}
+        for ids in (coco.ids.tolist(), coco.categories)
+    )
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
         true = truth.COCO()
         true.dataset = {
             "info": {},
-            "images": [{"id": int(identity)} for identity in coco.ids],
-            "categories": [{"id": category} for category in coco.categories],
+            "images": [{"id": at} for at in image.values()],
+            "categories": [{"id": at} for at in category.values()],
             # An annotation of id 0 would count as none (pycocotools 2.0.11).
             "annotations": [
-                {**msgspec.structs.asdict(entry), "bbox": list(entry.bbox), "id": number}
+                {
+                    **msgspec.structs.asdict(entry),
+                    "image_id": image[entry.image_id],
+                    "category_id": category[entry.category_id],
+                    "bbox": list(entry.bbox),
+                    "id": number,
+                }
                 for number, entry in enumerate(coco.annotations, 1)
             ],
         }
@@ -131,6 +144,11 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
         evaluation.params.maxDets = [1, 10, DETECTIONS]
         evaluation.evaluate()
         evaluation.accumulate()
+    twice = {name for name, count in Counter(coco.names).items() if count > 1}
+    names = [
+        f"{name} {identity}" if name in twice else name
+        for name, identity in zip(coco.names, coco.categories, strict=True)
+    ]
     # By IoU, recall, category, area (all) and detections (100); -1: no true box.
     precisions = evaluation.eval["precision"][:, :, :, 0, -1]
     present = precisions[0, 0] > -1
@@ -141,7 +159,7 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
         "map50": float(precisions[0][:, present].mean()),
         **{
             f"ap50/{name}": float(precisions[0, :, index].mean())
-            for index, name in enumerate(coco.names)
+            for index, name in enumerate(names)
             if present[index]
         },
     }
@@ -176,8 +194,8 @@ def columns(coco: Coco) -> Columns:
         for sample, output in zip(index, outputs, strict=True):
             detected = detections(coco, defaults, sample, output)
             rows = [
-                [int(row[6]), *(float(f"{value:.6g}") for value in (row[5], *row[1:5]))]
-                for row in detected
+                [coco.categories[int(label)], *(float(f"{value:.6g}") for value in (score, *box))]
+                for _, *box, score, label in detected
             ]
             texts.append(json.dumps(rows, separators=(",", ":")))
         return coco.ids[index], np.array(texts, object)

@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -420,6 +421,11 @@ def test_the_command_downloads_mnist(
     assert cli.main(words) == 0
     assert capsys.readouterr().out == f"mnist is in {tmp_path}/m already\n{trains}\n"
     assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize("data_set", DATA_SETS, ids=lambda data_set: data_set.name)
+def test_each_has_a_trainer(data_set: DataSet) -> None:
+    assert find_spec(f"hvdtrain.{data_set.trainer.split()[0]}")
 
 
 def test_a_mirror_must_be_an_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,6 +232,20 @@ def test_damaged_or_changed_shards_are_packed_again(
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("resize", [0, 8])
+def test_a_file_of_the_same_size_that_was_replaced_is_reported(tmp_path: Path, resize: int) -> None:
+    out, image = tmp_path / "out", tmp_path / "in/train/ant/2.png"
+    image.parent.mkdir(parents=True)
+    Image.new("L", (9, 9), 1).save(image, "BMP")  # whose size is that of any other image
+    packed(tmp_path / "in", out, resize=resize)
+    copy = shutil.copytree(tmp_path / "in", tmp_path / "copy")  # newer than the index
+    assert Packing(copy, out, PackOptions(2**14, 2, resize)).run()[1]
+    Image.new("L", (9, 9), 200).save(image, "BMP")
+    os.utime(image, (1, 1))  # as a download that keeps the publisher's time
+    with pytest.raises(UsageError, match=r"2\.png was changed since .*out was packed: specify"):
+        packed(tmp_path / "in", out, resize=resize)
+
+
 def test_two_parallel_runs_succeed(folder: Path, tmp_path: Path) -> None:
     program = "from hvdtrain.cli import main; raise SystemExit(main())"
     line = [sys.executable, "-c", program, "pack", str(folder), str(tmp_path / "out")]
@@ -418,6 +433,12 @@ def test_resize(tmp_path: Path) -> None:
         ((50, 73), "RGB", "JPEG"),
         ((64, 40), "L", "JPEG"),
     ]
+    deep = np.full((120, 60), 0x1234, np.uint16)
+    Image.fromarray(deep).save(source / "e.png")
+    packed(tmp_path / "in", tmp_path / "deep", resize=50)
+    with Image.open(load(tmp_path / "deep")[0].files.open(4)) as image:
+        assert (image.size, image.getpixel((9, 9))) == ((50, 100), (0x12, 0x12, 0x12))
+    (source / "e.png").unlink()
     # Different pixels with the same names have different digests, which checkpoints record.
     assert train.digest != load(tmp_path / "whole")[0].digest
     assert train.files.digest != PackedFiles(whole, "train").digest
@@ -459,6 +480,16 @@ def test_coco(tmp_path: Path) -> None:
         load(tmp_path / "out")
     with pytest.raises(UsageError, match="--resize needs an image folder"):
         packed(bccd, tmp_path / "small", resize=100)
+
+
+def test_the_next_command_is_that_of_a_trainer_of_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split, trains in (("train2017", True), ("train2014", False)):  # ssd300 reads 2017 only
+        annotations = {f"annotations/instances_{split}.json": b"{}"}
+        source = fill(tmp_path / split, {f"{split}/1.jpg": b"image", **annotations})
+        assert cli.main(["pack", str(source), str(tmp_path / f"{split}-out")]) == 0
+        assert ("python -m hvdtrain.ssd300 --data" in capsys.readouterr().out) is trains
 
 
 def test_mnist(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def write_run(folder: Path, **changed: Any) -> None:
     fields = {"steps_completed": 20, "seconds_total": 61.0, "eval_accuracy": 0.875, **changed}
     (folder / "summary.json").write_text(json.dumps(summary(2, 1234.0, **fields)))
     lines = [
-        {"kind": "step", "step": 10, "loss": 2.0, "learning_rate": 0.1, "images_per_second": 9.0},
-        {"kind": "step", "step": 20, "loss": 1.0, "learning_rate": 0.2, "images_per_second": 9.5},
+        {"kind": "step", "step": 10, "step_loss": 2, "learning_rate": 0.1, "images_per_second": 9},
+        {"kind": "step", "step": 20, "step_loss": 1, "learning_rate": 0.2, "images_per_second": 9},
         {"kind": "epoch", "step": 20, "loss": 1.5, "eval_loss": 1.25, "eval_accuracy": 0.875},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -194,6 +194,31 @@ def test_the_curves_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None
     ]
 
 
+def test_the_curves_are_those_of_the_last_run(tmp_path: Path) -> None:
+    """It was started anew, or rolled back to update 4, and made fewer updates than before."""
+    runs = {
+        "fresh": [("step", 2), ("epoch", 3)],
+        "rolled back": [("step", 4), ("epoch", 4), ("step", 6), ("epoch", 6)],
+        "evaluated first": [("epoch", 4), ("step", 6)],  # with its record, update 4 was saved
+    }
+    before = [("step", 2), ("epoch", 3), ("step", 4), ("step", 6), ("epoch", 6), ("step", 8)]
+    expected = {
+        "fresh": ([2], [3]),
+        "rolled back": ([2, 4, 6], [3, 4, 6]),
+        "evaluated first": ([2, 4, 6], [3, 4]),
+    }
+    for name, records in runs.items():
+        lines = [{"kind": kind, "step": step} for kind, step in before + records]
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    for curves in look(tmp_path).curves:
+        steps, epochs = (
+            [record["step"] for record in kind] for kind in (curves.steps, curves.epochs)
+        )
+        assert (steps, epochs) == expected[curves.path.parent.name]
+
+
 def test_a_timeline(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "gradients.0"}},
@@ -231,6 +256,9 @@ def test_invalid_and_unknown_files_are_left_out(
     (tmp_path / "foreign.jsonl").write_text('{"a": 1}\n{"b": 2}\n')
     (tmp_path / "list.json").write_text("[1, 2, 3]")
     (tmp_path / ".hidden.json").write_text("{")
+    for name, text in {"profile": '{"schemaVersion": 1, "traceEvents": []}', "cut": "[1]"}.items():
+        packed = gzip.compress(text.encode())
+        (tmp_path / f"{name}.json.gz").write_bytes(packed[:5] if name == "cut" else packed)
     for name in ("pipe.json", "pipe.jsonl", "pipe.txt", "results.jsonl"):
         os.mkfifo(tmp_path / name)  # must not block
     assert cli.main(["report", str(tmp_path), "--json", "--html", str(tmp_path / "o.html")]) == 0
@@ -239,7 +267,8 @@ def test_invalid_and_unknown_files_are_left_out(
     assert any(note.startswith("broken.json: ") for note in data["left_out"])
     for name in ("pipe.json", "pipe.jsonl", "results.jsonl"):
         assert f"{name}: not a regular file" in data["left_out"]
-    assert not any("hidden" in note or "foreign" in note for note in data["left_out"])
+    assert not any(re.search("hidden|foreign|profile", note) for note in data["left_out"])
+    assert any(note.startswith("cut.json.gz: is cut") for note in data["left_out"])
     assert "broken.json" in (tmp_path / "o.html").read_text()
 
 

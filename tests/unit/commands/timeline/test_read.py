@@ -195,6 +195,8 @@ def test_no_damage_is_fatal(
     [
         (b"", "is empty"),
         (gzip.compress(b"", mtime=0), "is empty"),
+        (gzip.compress(b"[1]", mtime=0)[:5], "is cut or damaged before its first event"),
+        (gzip.compress(b"[1]", mtime=0)[:11], "is cut or damaged before its first event"),
         (b"[options]\nname = hvdtrain\n", "is not a timeline"),
         (b"[1, 2, 3]", "is not a timeline"),
         (b'{"a": {"b": 1}}', "is not a timeline"),

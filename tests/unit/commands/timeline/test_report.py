@@ -139,6 +139,8 @@ def test_json_is_printed_without_other_text(
         (["good.json", "--slice", "3:1"], "--slice 3:1: must be FROM:TO"),
         (["good.json", "--slice", "x:1"], "--slice x:1: must be FROM:TO"),
         (["good.json", "--slice", "5"], "--slice 5: must be FROM:TO"),
+        (["good.json", "--slice", "9:10"], "--slice 9:10: good.json ends after 192 ms"),
+        (["good.json", "--slice", "9:"], "--slice 9:: good.json ends after 192 ms"),
         (["good.json", "--diff", "missing.json"], "missing.json cannot be read"),
         (["good.json", "--html", "no/page.html"], "no/page.html cannot be written"),
         (["good.json", "--repair", "no/out.json"], "no/out.json cannot be written"),

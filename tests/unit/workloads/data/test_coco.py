@@ -129,7 +129,7 @@ def test_boxes_are_clipped_and_those_without_area_reported(tmp_path: Path) -> No
         ([35, 25, 40, 30], 7),
         ([38.5, 10, 40, 10.25], 7),
     ]
-    assert coco.notes == ("train2017: skipped 4 annotations outside its image or without area",)
+    assert coco.notes == ("train2017: skipped 4 annotations outside their image or without area",)
     assert coco.annotations[0].bbox == (-5, -5, 10, 10)
 
 

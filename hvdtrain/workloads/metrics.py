@@ -1,5 +1,0 @@
-"""Former name of ``hvdtrain.tasks.metrics``."""
-
-from hvdtrain.workloads import moved
-
-moved(__name__, "hvdtrain.tasks.metrics")

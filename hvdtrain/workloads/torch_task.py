@@ -1,5 +1,0 @@
-"""Former name of ``hvdtrain.tasks.training_step_pytorch``."""
-
-from hvdtrain.workloads import moved
-
-moved(__name__, "hvdtrain.tasks.training_step_pytorch")
