@@ -80,9 +80,7 @@ class Group:
     files: FolderFiles  # in order
     sizes: NDArray[np.int64]  # bytes of each
     changed: NDArray[np.int64]  # time of last change of each, in nanoseconds
-    touched: NDArray[
-        np.int64
-    ]  # that of its inode: also of a file that was replaced by an older one
+    touched: NDArray[np.int64]  # the time of the inode: also if an older file replaced it
     labels: NDArray[np.int32]  # empty if there are no classes
 
     def path(self, index: int) -> str:
