@@ -21,6 +21,7 @@ from hvdtrain.steps.summary import Saves, Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.tasks.task import LossScale
+from hvdtrain.training.checks import SHOWN
 from hvdtrain.training.plan import Session, training_origin
 from hvdtrain.training.tracking import new_training_id
 
@@ -61,9 +62,11 @@ class CheckpointManager:
 
     def __init__(self, session: Session) -> None:
         self.options, self.adapter, self.task = session.options, session.adapter, session.task
+        data = session.task.train
         self.origin = {
             **training_origin(session.workload, session.options, session.plan),
-            "training_samples": session.task.train.samples,
+            "training_samples": data.samples,
+            **({checkpoints.DATA_DIGEST: data.digest[:SHOWN]} if data.digest else {}),
         }
         self.path: str | None = None
         self._saved: Any = None  # mark of the checkpoint at ``path``

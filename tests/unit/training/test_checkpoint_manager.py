@@ -41,7 +41,7 @@ def test_the_figures_of_saves_in_the_background(
     task = SimpleNamespace(
         model=model_of(0),
         optimizer={"m": np.array([3.0])},
-        train=SimpleNamespace(samples=32),
+        train=SimpleNamespace(samples=32, digest=""),
         best=["accuracy", True],
         decoder="pillow",
         loss_scale=None,
