@@ -88,7 +88,8 @@ class TFTask(Task):
             channel.
         losses: function of the model's output and ``y`` that returns the loss of each sample,
             shape (n,); traced.
-        metrics: metrics of an evaluation; the first determines the best checkpoint.
+        metrics: metrics of an evaluation; the first determines the best checkpoint. Default:
+            accuracy with the default ``losses``, otherwise none.
         columns: columns of the file of ``--predict``; default: class and probability.
     """
 
@@ -101,10 +102,12 @@ class TFTask(Task):
         scale: tuple[Any, Any] = (1.0, 0.0),
         *,
         losses: Losses = cross_entropy,
-        metrics: Sequence[Metric] = (Accuracy(),),
+        metrics: Sequence[Metric] | None = None,
         columns: Columns = CLASSES,
     ) -> None:
-        self.options, self.losses, self.metrics = options, losses, metrics
+        self.options, self.losses = options, losses
+        default = (Accuracy(),) if losses is cross_entropy else ()
+        self.metrics = default if metrics is None else metrics
         self._training_losses = losses
         if options.label_smoothing:
             smoothed = functools.partial(cross_entropy, smoothing=options.label_smoothing)

@@ -12,6 +12,7 @@ import pytest
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
+from hvdtrain.tasks.metrics import Accuracy
 from hvdtrain.tasks.task import LossScale
 
 
@@ -190,6 +191,37 @@ def test_an_update_that_the_loss_scaler_skips_leaves_finite_statistics_in_tensor
         task.update(Batch(each, y), learning_rate=0.1, seed=1)
     assert task.loss_scale == LossScale(2.0**14, 1)
     assert all(np.isfinite(variable.numpy()).all() for variable in task.model.variables)
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_accuracy_is_measured_by_default_with_the_default_loss_only(framework: str) -> None:
+    """A number for it, or a traceback, would come with any other: binary classes, a regression."""
+    options = replace(Options(), precision="fp64", device="cpu")
+    x, y = np.ones((2, 2)), np.array([0, 1])
+    module: Any
+    if framework == "pytorch":
+        torch = pytest.importorskip("torch")
+        from hvdtrain.tasks import training_step_pytorch as module
+
+        kind, model, data = module.TorchTask, torch.nn.Linear(2, 2), module.InMemory(x, y, "cpu")
+    else:
+        keras = pytest.importorskip("keras")
+        from hvdtrain.tasks import training_step_tensorflow as module
+
+        layer = keras.layers.Dense(2, dtype="float64")
+        model = keras.Sequential([keras.Input((2,), dtype="float64"), layer])
+        kind, data = module.TFTask, module.InMemory(x, y, "/CPU:0")
+
+    def metrics_of(**arguments: Any) -> list[str]:
+        task = kind(model, options, data, data, **arguments)
+        return [type(metric).__name__ for metric in task.metrics]
+
+    def other(output: Any, y: Any) -> Any:
+        return module.cross_entropy(output, y)
+
+    assert metrics_of() == metrics_of(losses=module.cross_entropy) == ["Accuracy"]
+    assert metrics_of(losses=other) == metrics_of(metrics=()) == []
+    assert metrics_of(losses=other, metrics=[Accuracy()]) == ["Accuracy"]
 
 
 def test_updates_of_tensorflow_retain_no_memory() -> None:
