@@ -37,7 +37,7 @@ from hvdtrain.training.summary import (
 )
 from hvdtrain.training.throughput import Clock
 
-EVALUATION_BATCH = 4  # times a rank's training batch: no memory is needed for gradients
+EVALUATION_BATCH = 4  # times the batch of a training pass: no memory is needed for gradients
 PIECE = 2**20  # bytes of other ranks' lines that a rank holds at a time
 
 
@@ -68,7 +68,8 @@ def evaluate(
     """
     test, world, metrics = task.test, adapter.world, copy.deepcopy(list(task.metrics))
     assert test is not None
-    batch = max(1, EVALUATION_BATCH * global_batch // world.data_size)
+    passes = world.data_size * task.options.accumulate_steps
+    batch = max(1, EVALUATION_BATCH * global_batch // passes)
     loss, count = 0.0, 0
     alike = adapter.evaluates_together
     parts = evaluation_parts(test.samples, batch, world.data_rank, world.data_size, alike=alike)

@@ -1,19 +1,74 @@
-"""The file of ``--predict``, put together from the lines of all ranks."""
+"""Evaluations over all ranks, and the file of ``--predict`` that they write."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdtrain.collectives.base import Communicator
+from hvdtrain.config.options import Options
 from hvdtrain.steps.sharding import evaluation_parts
 from hvdtrain.steps.world import World
 from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.training import evaluation
-from hvdtrain.training.evaluation import Lines
+from hvdtrain.training.evaluation import Lines, evaluate
+
+class NumbersTask:
+    """A task whose test samples, losses and outputs are the numbers from 0."""
+
+    def __init__(self, samples: int, accumulate_steps: int = 1, metrics: Any = ()) -> None:
+        self.options, self.metrics = Options(accumulate_steps=accumulate_steps), metrics
+        self.test, self.samples, self.model = self, samples, None
+        self.sizes: list[int] = []
+        self.averaged_weights = nullcontext
+
+    def evaluation(self, batches: Any) -> Any:
+        """Yield the batches of the test set."""
+        return (Batch(indices, indices) for indices in batches)
+
+    def evaluate(self, batch: Batch, metrics: Any) -> float:
+        """Note the size of the batch, and return the sum of its losses."""
+        self.sizes.append(batch.count)
+        for metric in metrics:
+            metric.update(batch, batch.x.astype(np.float64))
+        return float(batch.x.sum())
+
+
+def evaluated(task: Any, communicator: Communicator, global_batch: int) -> dict[str, float] | None:
+    rank, size = communicator.rank, communicator.size
+
+    def average(count: int, loss: float) -> Any:
+        total, seen = communicator.sum(np.array([loss, count]))
+        return {"loss": total / seen}, int(seen)
+
+    adapter: Any = SimpleNamespace(
+        world=World(rank, size, rank, size, "h", 1),
+        evaluates_together=False,
+        averaged_buffers=nullcontext,
+        average_metrics=average,
+        data_communicator=communicator,
+    )
+    return evaluate(adapter, task, global_batch)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 16])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_it_needs_no_more_memory_if_the_gradients_are_accumulated(
+    on_ranks: Any, size: int, passes: int
+) -> None:
+    def act(communicator: Communicator) -> Any:
+        task = NumbersTask(100, accumulate_steps=passes)
+        return evaluated(task, communicator, size * passes * 5), task.sizes
+
+    for result, sizes in on_ranks(size, act):
+        assert result == {"loss": 49.5, "samples": 100}
+        assert max(sizes) == 20
+
 
 SQUARES = Columns(("number", "square"), lambda y, output: (y, output))
 
