@@ -124,4 +124,4 @@ class WholeSet(Metric):
     @override
     def result(self) -> dict[str, float]:
         labels, outputs = (np.concatenate(part) for part in zip(*self.seen, strict=True))
-        return {self.names[0]: float(self.compute(labels, outputs))}
+        return {self.names[0]: self.compute(labels, outputs)}

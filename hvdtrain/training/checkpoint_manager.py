@@ -35,8 +35,8 @@ class TrainState:
     samples: int = 0  # number trained on since the start, over all ranks
     loss_sum: float = 0.0  # sum of the losses of this epoch's samples, of this rank
     loss_count: int = 0  # number of samples in ``loss_sum``
-    # On the test set after ``step``; None: not evaluated. A task's own may be other than numbers.
-    metrics: dict[str, Any] | None = None
+    # On the test set after ``step``; None: not evaluated.
+    metrics: dict[str, int | float] | None = None
     skipped: int = 0  # number of updates skipped since the start: gradients were not finite
     # Start of each global batch that is skipped after a rollback: [epoch, consumed].
     left_out: list[list[int]] = field(default_factory=list)

@@ -11,6 +11,7 @@ import dataclasses
 import io
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -89,8 +90,17 @@ def evaluate(
         return None
     for metric in metrics:
         metric.gather(adapter.data_communicator)
-        means |= metric.result()
+        means |= {name: _number(name, value) for name, value in metric.result().items()}
     return {**means, "samples": seen}
+
+
+def _number(name: str, value: Any) -> float:
+    """Return the value of a metric, which may be a number of NumPy or of a framework."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(value).__name__
+        raise agreed(UsageError(f"the metric {name} must be a number, not {kind}")) from error
 
 
 class Lines:
