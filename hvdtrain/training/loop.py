@@ -345,7 +345,8 @@ class TrainingLoop:
 
     @property
     def _can_evaluate(self) -> bool:
-        return self.task.test is not None and not self.options.benchmark
+        test = self.task.test
+        return test is not None and test.samples > 0 and not self.options.benchmark
 
     def _evaluate(self) -> bool:
         """Evaluate on the whole test set, each sample once; False if a stop interrupted it."""

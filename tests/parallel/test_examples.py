@@ -172,6 +172,48 @@ def test_a_broken_task_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "Traceback" not in outcome.err
 
 
+SMALL = """
+import os, signal
+from dataclasses import dataclass
+import numpy as np
+import torch
+from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
+
+@dataclass
+class Options:
+    tests: int = 0  # samples
+    stops: bool = False  # in the evaluation
+    label: int = 1
+
+class Stopped(TorchTask):
+    def evaluate(self, batch, metrics):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().evaluate(batch, metrics)
+
+def task(options):
+    torch.manual_seed(options.seed)
+    x, y = np.eye(8), np.arange(8) % 2 * options.label
+    rows = np.arange(options.tests) % 8
+    data = (InMemory(x[rows], y[rows], options.device) for rows in (np.arange(8), rows))
+    return (Stopped if options.stops else TorchTask)(torch.nn.Linear(8, 2), options, *data)
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    (tmp_path / "small_task.py").write_text(SMALL)
+    return str(tmp_path / "small_task.py")
+
+
+def test_an_empty_test_set_is_none(small: str, tmp_path: Path) -> None:
+    """WholeSet finds no array to join in it, and Accuracy divides by zero."""
+    line = ("--epochs=2", "--global-batch-size=4", f"--metrics={tmp_path / 'metrics.jsonl'}")
+    first = Training(own(tmp_path, 2, "pytorch", *line, file=small), tmp_path)
+    assert first.outcome.code == 0, first.outcome.err
+    assert (first.summary["eval_loss"], first.summary["eval_samples"]) == (None, None)
+    assert "epoch 2 done: loss " in first.outcome.out and "test loss" not in first.outcome.out
+
+
 def test_launch_starts_a_task_of_ones_own(tmp_path: Path) -> None:
     line = ["-m", "hvdtrain.train", str(EXAMPLES / "own_task.py"), "--epochs=1"]
     command = [str(BIN / "hvdtrain"), "launch", "-n", "2", "--", sys.executable, *line]
