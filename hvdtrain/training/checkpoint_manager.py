@@ -40,6 +40,7 @@ class TrainState:
     skipped: int = 0  # number of updates skipped since the start: gradients were not finite
     # Start of each global batch that is skipped after a rollback: [epoch, consumed].
     left_out: list[list[int]] = field(default_factory=list)
+    train_loss: float | None = None  # mean of the last epoch, over all ranks
     loss_scale: LossScale | None = None  # when it was saved
     training_id: str = field(default_factory=new_training_id)  # for trackers
 

@@ -214,6 +214,19 @@ def test_an_empty_test_set_is_none(small: str, tmp_path: Path) -> None:
     assert "epoch 2 done: loss " in first.outcome.out and "test loss" not in first.outcome.out
 
 
+def test_a_finished_training_is_not_continued(small: str, tmp_path: Path) -> None:
+    """Its --summary is written again, from the checkpoint."""
+    line = ("--epochs=2", "--global-batch-size=4", "--tests=4")
+    first = Training(own(tmp_path, 2, "pytorch", *line, file=small), tmp_path)
+    before = first.summary
+    again = Training(own(tmp_path, 2, "pytorch", *line, file=small), tmp_path)
+    assert again.outcome.code == 0, again.outcome.err
+    assert "step-000000004: step 4, finished after 2 epochs" in again.outcome.out
+    keys = ("epochs_completed", "steps_completed", "train_loss", "eval_loss", "stopped")
+    assert [again.summary[key] for key in keys] == [before[key] for key in keys]
+    assert before["train_loss"] > 0
+
+
 def test_launch_starts_a_task_of_ones_own(tmp_path: Path) -> None:
     line = ["-m", "hvdtrain.train", str(EXAMPLES / "own_task.py"), "--epochs=1"]
     command = [str(BIN / "hvdtrain"), "launch", "-n", "2", "--", sys.executable, *line]
