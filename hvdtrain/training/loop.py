@@ -398,7 +398,7 @@ class TrainingLoop:
         summary = dataclasses.replace(
             summary,
             global_batch_size=self.plan.global_batch,
-            epochs_completed=self.now.position.epoch,
+            epochs_completed=self.now.position.epoch + self._at_epoch_end,
             steps_completed=self.now.step,
             samples_trained=self.now.samples,
             training_samples=self.task.train.samples,

@@ -227,6 +227,14 @@ def test_a_finished_training_is_not_continued(small: str, tmp_path: Path) -> Non
     assert before["train_loss"] > 0
 
 
+def test_an_epoch_counts_as_whole_before_its_evaluation(small: str, tmp_path: Path) -> None:
+    line = ("--epochs=3", "--global-batch-size=4", "--tests=64", "--stops")
+    stopped = Training(own(tmp_path, 2, "pytorch", *line, file=small), tmp_path)
+    assert "8 samples in 2 steps, 1 whole epoch" in stopped.outcome.out, stopped.outcome.err
+    keys = ("stopped", "eval_loss", "epochs_completed")
+    assert [stopped.summary[key] for key in keys] == ["preempted", None, 1]
+
+
 def test_launch_starts_a_task_of_ones_own(tmp_path: Path) -> None:
     line = ["-m", "hvdtrain.train", str(EXAMPLES / "own_task.py"), "--epochs=1"]
     command = [str(BIN / "hvdtrain"), "launch", "-n", "2", "--", sys.executable, *line]
