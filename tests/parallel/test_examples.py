@@ -235,6 +235,13 @@ def test_an_epoch_counts_as_whole_before_its_evaluation(small: str, tmp_path: Pa
     assert [stopped.summary[key] for key in keys] == ["preempted", None, 1]
 
 
+def test_a_label_outside_the_classes_is_one_line(small: str, tmp_path: Path) -> None:
+    line = ("--epochs=1", "--global-batch-size=4", "--label=7", "--quiet")
+    outcome = own(tmp_path, 2, "pytorch", *line, file=small)
+    assert outcome.code != 0 and "Traceback" not in outcome.err, outcome.err
+    assert "has the label 7, and its model 2 outputs" in outcome.said[0]
+
+
 def test_launch_starts_a_task_of_ones_own(tmp_path: Path) -> None:
     line = ["-m", "hvdtrain.train", str(EXAMPLES / "own_task.py"), "--epochs=1"]
     command = [str(BIN / "hvdtrain"), "launch", "-n", "2", "--", sys.executable, *line]
