@@ -40,6 +40,7 @@ from hvdtrain.system.files import FULL
 log = logging.getLogger(__name__)
 
 PREFIX, PARTIAL, REMOVED = "step-", ".partial-", "~"
+DATA_DIGEST = "training_data_digest"  # a key of an origin
 NAME = re.compile(PREFIX + r"([0-9]+)(?:\+([0-9]+))?")
 
 
@@ -301,18 +302,20 @@ def check_origin(
 ) -> None:
     """Raise if the checkpoint is of another training; ``option``: how the user specified it.
 
+    ``DATA_DIGEST`` is compared only if both have it: some data has none, nor have old checkpoints.
+
     Raises:
         UsageError: naming each difference with both values.
     """
     saved = checkpoint.state.get("origin")
     saved = saved if isinstance(saved, dict) else {}
     wrong = [
-        f"{key} {saved.get(key)!r} there, {value!r} here"
+        f"{key.replace('_', ' ')} {saved.get(key)!r} there, {value!r} here"
         for key, value in origin.items()
-        if saved.get(key) != value
+        if saved.get(key, value if key == DATA_DIGEST else None) != value
     ]
     if wrong:
         raise UsageError(
             f"{checkpoint.path} is the checkpoint of another training ({'; '.join(wrong)}). "
-            f"Use another {option}, or the options of that training"
+            f"Use another {option}, or the options and data of that training"
         )

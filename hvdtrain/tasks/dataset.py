@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part
+from hvdtrain.system.output.text import plural
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,14 @@ def digest_of(*arrays: NDArray[Any]) -> str:
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
+
+
+def unknown_class(label: int, classes: int) -> UsageError:
+    """Return the error for a label that is not one of ``classes``, the outputs of the model."""
+    return UsageError(
+        f"the data of the task has the label {label}, and its model {plural(classes, 'output')}: "
+        f"labels must be from 0 to {classes - 1}"
+    )
 
 
 class Indexed(Dataset):

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from hvdtrain.collectives.base import Communicator
+from hvdtrain.errors import UsageError
+from hvdtrain.system.output.text import page
 from hvdtrain.tasks.dataset import Batch
 
 Array = NDArray[Any]
@@ -67,6 +69,12 @@ class Accuracy(Metric):
 
     @override
     def update(self, batch: Batch, output: Array) -> None:
+        if output.ndim != 2 or batch.y.shape != output.shape[:1]:
+            raise UsageError(
+                f"accuracy: labels of the shape {batch.y.shape} and outputs of the shape "
+                f"{output.shape} are no classes and their scores: the task must define its metrics "
+                f"(metrics=[...], see {page('own')})"
+            )
         self.sums += (output.argmax(1) == batch.y).sum(), batch.count
 
     @override
@@ -116,4 +124,4 @@ class WholeSet(Metric):
     @override
     def result(self) -> dict[str, float]:
         labels, outputs = (np.concatenate(part) for part in zip(*self.seen, strict=True))
-        return {self.names[0]: float(self.compute(labels, outputs))}
+        return {self.names[0]: self.compute(labels, outputs)}

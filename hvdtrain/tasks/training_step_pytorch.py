@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ from hvdtrain.steps.sharding import Indices, Part, bounds
 from hvdtrain.system.machine import accelerator
 from hvdtrain.tasks.augmented import augmented, edges
 from hvdtrain.tasks.columns import CLASSES, Columns
-from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
+from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of, unknown_class
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
 from hvdtrain.tasks.moving_average import MovingAverage
 from hvdtrain.tasks.optimizers_pytorch import (
@@ -75,8 +76,16 @@ def cross_entropy(output: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0)
     """Return the loss of each sample of a classifier, shape (n,), from logits and classes.
 
     A share ``smoothing`` of each label is spread evenly over all classes (Szegedy et al., 2016).
+
+    Raises:
+        UsageError: a label is no class (a GPU reports it otherwise).
     """
-    return F.cross_entropy(output, y, reduction="none", label_smoothing=smoothing)
+    try:
+        return F.cross_entropy(output, y, reduction="none", label_smoothing=smoothing)
+    except IndexError as error:
+        if label := re.match(r"Target (-?\d+) is out of bounds", str(error)):
+            raise unknown_class(int(label[1]), output.shape[1]) from error
+        raise
 
 
 class TorchTask(Task):
@@ -91,7 +100,8 @@ class TorchTask(Task):
             shape (channels, 1, 1).
         losses: function of the network's output and ``y`` that returns the loss of each sample,
             shape (n,).
-        metrics: metrics of an evaluation; the first determines the best checkpoint.
+        metrics: metrics of an evaluation; the first determines the best checkpoint. Default:
+            accuracy with the default ``losses``, otherwise none.
         columns: columns of the file of ``--predict``; default: class and probability.
     """
 
@@ -104,10 +114,12 @@ class TorchTask(Task):
         scale: tuple[Any, Any] = (1.0, 0.0),
         *,
         losses: Losses = cross_entropy,
-        metrics: Sequence[Metric] = (Accuracy(),),
+        metrics: Sequence[Metric] | None = None,
         columns: Columns = CLASSES,
     ) -> None:
-        self.options, self.losses, self.metrics = options, losses, metrics
+        self.options, self.losses = options, losses
+        default = (Accuracy(),) if losses is cross_entropy else ()
+        self.metrics = default if metrics is None else metrics
         self._training_losses = losses
         if options.label_smoothing:
             smoothed = functools.partial(cross_entropy, smoothing=options.label_smoothing)

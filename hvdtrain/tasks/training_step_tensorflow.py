@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part
 from hvdtrain.tasks.augmented import augmented, edges
 from hvdtrain.tasks.columns import CLASSES, Columns
-from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of
+from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of, unknown_class
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
 from hvdtrain.tasks.optimizers_tensorflow import make_optimizer, not_finite
 from hvdtrain.tasks.task import LossScale, NotFinite, Task
@@ -88,7 +89,8 @@ class TFTask(Task):
             channel.
         losses: function of the model's output and ``y`` that returns the loss of each sample,
             shape (n,); traced.
-        metrics: metrics of an evaluation; the first determines the best checkpoint.
+        metrics: metrics of an evaluation; the first determines the best checkpoint. Default:
+            accuracy with the default ``losses``, otherwise none.
         columns: columns of the file of ``--predict``; default: class and probability.
     """
 
@@ -101,10 +103,12 @@ class TFTask(Task):
         scale: tuple[Any, Any] = (1.0, 0.0),
         *,
         losses: Losses = cross_entropy,
-        metrics: Sequence[Metric] = (Accuracy(),),
+        metrics: Sequence[Metric] | None = None,
         columns: Columns = CLASSES,
     ) -> None:
-        self.options, self.losses, self.metrics = options, losses, metrics
+        self.options, self.losses = options, losses
+        default = (Accuracy(),) if losses is cross_entropy else ()
+        self.metrics = default if metrics is None else metrics
         self._training_losses = losses
         if options.label_smoothing:
             smoothed = functools.partial(cross_entropy, smoothing=options.label_smoothing)
@@ -137,7 +141,8 @@ class TFTask(Task):
             arguments = [tf.TensorSpec((), tf.float64), tf.TensorSpec((), tf.int64)]
             self._step = _traced(self._traced_step, [_any_number(tensors), *arguments])
         if batch.count or self.needs_empty_forward:
-            loss, bad, local = self._step(tensors, rate, np.int64(seed))
+            with _label_errors():
+                loss, bad, local = self._step(tensors, rate, np.int64(seed))
         else:
             loss, bad, local = self._empty_step(rate, np.zeros(()))
         self.not_finite = None
@@ -297,7 +302,8 @@ class TFTask(Task):
     def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
         if self._evaluate is None:
             self._evaluate = _traced(self._traced_evaluate, _any_number((batch.x, batch.y)))
-        loss, output = self._evaluate(batch.x, batch.y)
+        with _label_errors():
+            loss, output = self._evaluate(batch.x, batch.y)
         for metric in metrics:
             metric.update(Batch(batch.x, batch.y.numpy()), output.numpy())
         return float(loss)
@@ -325,6 +331,18 @@ class TFTask(Task):
     @override
     def loss_values(self, losses: list[Any]) -> list[float]:
         return [float(loss) for loss in losses]
+
+
+@contextmanager
+def _label_errors() -> Iterator[None]:
+    """Raise ``UsageError`` for a label that is no class (a GPU makes its loss nan)."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        pattern = r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)"
+        if match := re.search(pattern, str(error)):
+            raise unknown_class(int(match[1]), int(match[2])) from error
+        raise
 
 
 def _any_number(tensors: Any) -> Any:

@@ -21,6 +21,7 @@ from hvdtrain.steps.summary import Saves, Stopped
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.tasks.task import LossScale
+from hvdtrain.training.checks import SHOWN
 from hvdtrain.training.plan import Session, training_origin
 from hvdtrain.training.tracking import new_training_id
 
@@ -34,11 +35,12 @@ class TrainState:
     samples: int = 0  # number trained on since the start, over all ranks
     loss_sum: float = 0.0  # sum of the losses of this epoch's samples, of this rank
     loss_count: int = 0  # number of samples in ``loss_sum``
-    # On the test set after ``step``; None: not evaluated. A task's own may be other than numbers.
-    metrics: dict[str, Any] | None = None
+    # On the test set after ``step``; None: not evaluated.
+    metrics: dict[str, int | float] | None = None
     skipped: int = 0  # number of updates skipped since the start: gradients were not finite
     # Start of each global batch that is skipped after a rollback: [epoch, consumed].
     left_out: list[list[int]] = field(default_factory=list)
+    train_loss: float | None = None  # mean of the last epoch, over all ranks
     loss_scale: LossScale | None = None  # when it was saved
     training_id: str = field(default_factory=new_training_id)  # for trackers
 
@@ -61,9 +63,11 @@ class CheckpointManager:
 
     def __init__(self, session: Session) -> None:
         self.options, self.adapter, self.task = session.options, session.adapter, session.task
+        data = session.task.train
         self.origin = {
             **training_origin(session.workload, session.options, session.plan),
-            "training_samples": session.task.train.samples,
+            "training_samples": data.samples,
+            **({checkpoints.DATA_DIGEST: data.digest[:SHOWN]} if data.digest else {}),
         }
         self.path: str | None = None
         self._saved: Any = None  # mark of the checkpoint at ``path``

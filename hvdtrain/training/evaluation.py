@@ -11,6 +11,7 @@ import dataclasses
 import io
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,7 @@ from hvdtrain.training.summary import (
 )
 from hvdtrain.training.throughput import Clock
 
-EVALUATION_BATCH = 4  # times a rank's training batch: no memory is needed for gradients
+EVALUATION_BATCH = 4  # times the batch of a training pass: no memory is needed for gradients
 PIECE = 2**20  # bytes of other ranks' lines that a rank holds at a time
 
 
@@ -69,7 +70,8 @@ def evaluate(
     """
     test, world, metrics = task.test, adapter.world, copy.deepcopy(list(task.metrics))
     assert test is not None
-    batch = max(1, EVALUATION_BATCH * global_batch // world.data_size)
+    passes = world.data_size * task.options.accumulate_steps
+    batch = max(1, EVALUATION_BATCH * global_batch // passes)
     loss, count = 0.0, 0
     alike = adapter.evaluates_together
     parts = evaluation_parts(test.samples, batch, world.data_rank, world.data_size, alike=alike)
@@ -90,8 +92,17 @@ def evaluate(
         return None
     for metric in metrics:
         metric.gather(adapter.data_communicator)
-        means |= metric.result()
+        means |= {name: _number(name, value) for name, value in metric.result().items()}
     return {**means, "samples": seen}
+
+
+def _number(name: str, value: Any) -> float:
+    """Return the value of a metric, which may be a number of NumPy or of a framework."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(value).__name__
+        raise agreed(UsageError(f"the metric {name} must be a number, not {kind}")) from error
 
 
 class Lines:

@@ -15,6 +15,7 @@ from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
+from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
@@ -60,7 +61,6 @@ class TrainingLoop:
         self.timeline = TimelineWindow(options, adapter)
         self.profile = ProfileWindow(options, adapter)
         self.losses = Losses(self.task, adapter)
-        self.train_loss: float | None = None
         self.save_error: CheckpointError | None = None  # of the last save
         self.compiled: set[int] = set()  # sizes of global batches
         self.checkpoints = CheckpointManager(session)
@@ -90,11 +90,11 @@ class TrainingLoop:
             updates=max(0, self.total_steps - self.now.step),
         )
         if self.now.step:
-            lines.append(
-                f"resumed from {self.checkpoints.path}: step {self.now.step}, epoch "
-                f"{self.now.position.epoch + 1}, {self.now.position.consumed:,} of its "
-                f"{self.workload.unit} done"
-            )
+            epoch, consumed = self.now.position.epoch, self.now.position.consumed
+            done = f"epoch {epoch + 1}, {consumed:,} of its {self.workload.unit} done"
+            if epoch >= self.plan.epochs:
+                done = f"finished after {plural(epoch, 'epoch')}"
+            lines.append(f"resumed from {self.checkpoints.path}: step {self.now.step}, {done}")
         self.show.begin(lines, self.total_steps, self.now.step)
 
     def run(self) -> int:
@@ -184,7 +184,7 @@ class TrainingLoop:
             self._check_replicas()
             if reason := self._finished():
                 self._read_losses()
-                self.train_loss = self.losses.of_epoch(self.now)
+                self.now.train_loss = self.losses.of_epoch(self.now)
                 return reason
             if self.checkpoints.is_due(self.now.step) and not self._at_epoch_end:
                 self._save()
@@ -201,7 +201,7 @@ class TrainingLoop:
         self._read_losses()
         # Also if the last global batches were skipped.
         self.now.position = Position(epoch, self.shards.samples)
-        self.train_loss = self.losses.of_epoch(self.now)
+        self.now.train_loss = self.losses.of_epoch(self.now)
         if self._evaluates_after(epoch):
             if self.checkpoints.is_due(self.now.step):
                 self._save()
@@ -214,7 +214,7 @@ class TrainingLoop:
         figures = {
             "epoch": epoch,
             "step": self.now.step,
-            "loss": self.train_loss,
+            "loss": self.now.train_loss,
             "seconds": sum(self.clock.seconds),
             "elapsed": self.clock.elapsed(),
             **evaluation_figures(self.task.metrics, tested),
@@ -345,7 +345,8 @@ class TrainingLoop:
 
     @property
     def _can_evaluate(self) -> bool:
-        return self.task.test is not None and not self.options.benchmark
+        test = self.task.test
+        return test is not None and test.samples > 0 and not self.options.benchmark
 
     def _evaluate(self) -> bool:
         """Evaluate on the whole test set, each sample once; False if a stop interrupted it."""
@@ -397,11 +398,11 @@ class TrainingLoop:
         summary = dataclasses.replace(
             summary,
             global_batch_size=self.plan.global_batch,
-            epochs_completed=self.now.position.epoch,
+            epochs_completed=self.now.position.epoch + self._at_epoch_end,
             steps_completed=self.now.step,
             samples_trained=self.now.samples,
             training_samples=self.task.train.samples,
-            train_loss=self.train_loss,
+            train_loss=self.now.train_loss,
             step_split=split,
             bubble=self.adapter.bubble(split),
             gradient_messages=GradientMessages(**messages) if messages else None,

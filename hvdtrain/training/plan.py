@@ -164,7 +164,7 @@ def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]
     if plan.global_batch > samples:
         lines.append(
             f"the global batch of {plan.global_batch:,} is larger than the data: an epoch is one "
-            f"update on all {samples:,}"
+            f"update on {plural(samples, 'sample')}"
         )
     specified = options.warmup_epochs is not None or options.warmup_steps is not None
     warmup = plan.schedule_over(samples)["warmup_epochs"]

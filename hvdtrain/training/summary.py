@@ -63,12 +63,13 @@ def headlines(
 ) -> list[str]:
     """Return the first lines of a training, of which ``updates`` are to be made."""
     plan, task, head = session.plan, session.task, headline(session, device)
+    unit = session.workload.unit.removesuffix("s")
     if task.speed_only:
         first = task.speed_only.format(updates=plural(updates, "update"))
         return [first, head, f"global batch {plan.global_batch}", *task.notes]
     return [
         head,
-        f"{task.train.samples:,} {session.workload.unit}, global batch {plan.global_batch}, "
+        f"{plural(task.train.samples, unit)}, global batch {plan.global_batch}, "
         f"{plural(steps_per_epoch, 'step')} per epoch, {plural(plan.epochs, 'epoch')}, "
         f"learning rate {rate.base:g} x {rate.factor:g} = {rate.base * rate.factor:g}",
         *task.notes,
@@ -199,8 +200,9 @@ def rows(
         work = [("measured", f"{samples:,} random {unit} in {plural(steps, 'update')}")]
     else:
         epochs = plural(summary.epochs_completed or 0, "whole epoch")
+        trained = plural(samples or 0, (unit or "samples").removesuffix("s"))
         work = [
-            ("trained", f"{samples:,} {unit} in {plural(steps, 'step')}, {epochs}"),
+            ("trained", f"{trained} in {plural(steps, 'step')}, {epochs}"),
             ("training loss", _number(summary.train_loss, ".4f")),
             *_test_rows(summary, measured),
         ]

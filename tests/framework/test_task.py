@@ -12,6 +12,7 @@ import pytest
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
+from hvdtrain.tasks.metrics import Accuracy
 from hvdtrain.tasks.task import LossScale
 
 
@@ -190,6 +191,58 @@ def test_an_update_that_the_loss_scaler_skips_leaves_finite_statistics_in_tensor
         task.update(Batch(each, y), learning_rate=0.1, seed=1)
     assert task.loss_scale == LossScale(2.0**14, 1)
     assert all(np.isfinite(variable.numpy()).all() for variable in task.model.variables)
+
+
+def linear(framework: str) -> tuple[Any, Any]:
+    """Return the module of a framework's task, and a linear model of two inputs and classes."""
+    module: Any
+    if framework == "pytorch":
+        torch = pytest.importorskip("torch")
+        from hvdtrain.tasks import training_step_pytorch as module
+
+        return module, torch.nn.Linear(2, 2)
+    keras = pytest.importorskip("keras")
+    from hvdtrain.tasks import training_step_tensorflow as module
+
+    layer = keras.layers.Dense(2, dtype="float64")
+    return module, keras.Sequential([keras.Input((2,), dtype="float64"), layer])
+
+
+def task_of(framework: str, labels: list[int], **arguments: Any) -> Any:
+    module, model = linear(framework)
+    options = replace(Options(), precision="fp64", device="cpu", weight_decay=0.0)
+    device = "cpu" if framework == "pytorch" else "/CPU:0"
+    data = module.InMemory(np.ones((len(labels), 2)), np.array(labels), device)
+    kind = module.TorchTask if framework == "pytorch" else module.TFTask
+    return kind(model, options, data, data, **arguments)
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_accuracy_is_measured_by_default_with_the_default_loss_only(framework: str) -> None:
+    """A number for it, or a traceback, would come with any other: binary classes, a regression."""
+    module, _ = linear(framework)
+
+    def metrics_of(**arguments: Any) -> list[str]:
+        return [type(one).__name__ for one in task_of(framework, [0, 1], **arguments).metrics]
+
+    def other(output: Any, y: Any) -> Any:
+        return module.cross_entropy(output, y)
+
+    assert metrics_of() == metrics_of(losses=module.cross_entropy) == ["Accuracy"]
+    assert metrics_of(losses=other) == metrics_of(metrics=()) == []
+    assert metrics_of(losses=other, metrics=[Accuracy()]) == ["Accuracy"]
+
+
+@pytest.mark.parametrize("label", [7, -1])
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_a_label_that_is_no_class_is_named(framework: str, label: int) -> None:
+    task = task_of(framework, [0, label])
+    batch = task.train.fetch(np.arange(2))
+    words = f"has the label {label}, and its model 2 outputs: labels must be from 0 to 1"
+    with pytest.raises(UsageError, match=words):
+        task.update(batch, learning_rate=0.1, seed=0)
+    with pytest.raises(UsageError, match=words):
+        task.evaluate(batch, [])
 
 
 def test_updates_of_tensorflow_retain_no_memory() -> None:

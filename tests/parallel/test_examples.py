@@ -172,6 +172,76 @@ def test_a_broken_task_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "Traceback" not in outcome.err
 
 
+SMALL = """
+import os, signal
+from dataclasses import dataclass
+import numpy as np
+import torch
+from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
+
+@dataclass
+class Options:
+    tests: int = 0  # samples
+    stops: bool = False  # in the evaluation
+    label: int = 1
+
+class Stopped(TorchTask):
+    def evaluate(self, batch, metrics):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().evaluate(batch, metrics)
+
+def task(options):
+    torch.manual_seed(options.seed)
+    x, y = np.eye(8), np.arange(8) % 2 * options.label
+    rows = np.arange(options.tests) % 8
+    data = (InMemory(x[rows], y[rows], options.device) for rows in (np.arange(8), rows))
+    return (Stopped if options.stops else TorchTask)(torch.nn.Linear(8, 2), options, *data)
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    (tmp_path / "small_task.py").write_text(SMALL)
+    return str(tmp_path / "small_task.py")
+
+
+def test_an_empty_test_set_is_none(small: str, tmp_path: Path) -> None:
+    """WholeSet finds no array to join in it, and Accuracy divides by zero."""
+    line = ("--epochs=2", "--global-batch-size=4", f"--metrics={tmp_path / 'metrics.jsonl'}")
+    first = Training(own(tmp_path, 2, "pytorch", *line, file=small), tmp_path)
+    assert first.outcome.code == 0, first.outcome.err
+    assert (first.summary["eval_loss"], first.summary["eval_samples"]) == (None, None)
+    assert "epoch 2 done: loss " in first.outcome.out and "test loss" not in first.outcome.out
+
+
+def test_a_finished_training_is_not_continued(small: str, tmp_path: Path) -> None:
+    """Its --summary is written again, from the checkpoint."""
+    line = ("--epochs=2", "--global-batch-size=4", "--tests=4")
+    first = Training(own(tmp_path, 2, "pytorch", *line, file=small), tmp_path)
+    before = first.summary
+    again = Training(own(tmp_path, 2, "pytorch", *line, file=small), tmp_path)
+    assert again.outcome.code == 0, again.outcome.err
+    assert "step-000000004: step 4, finished after 2 epochs" in again.outcome.out
+    keys = ("epochs_completed", "steps_completed", "train_loss", "eval_loss", "stopped")
+    assert [again.summary[key] for key in keys] == [before[key] for key in keys]
+    assert before["train_loss"] > 0
+
+
+def test_an_epoch_counts_as_whole_before_its_evaluation(small: str, tmp_path: Path) -> None:
+    line = ("--epochs=3", "--global-batch-size=4", "--tests=64", "--stops")
+    stopped = Training(own(tmp_path, 2, "pytorch", *line, file=small), tmp_path)
+    assert "8 samples in 2 steps, 1 whole epoch" in stopped.outcome.out, stopped.outcome.err
+    keys = ("stopped", "eval_loss", "epochs_completed")
+    assert [stopped.summary[key] for key in keys] == ["preempted", None, 1]
+
+
+def test_a_label_outside_the_classes_is_one_line(small: str, tmp_path: Path) -> None:
+    line = ("--epochs=1", "--global-batch-size=4", "--label=7", "--quiet")
+    outcome = own(tmp_path, 2, "pytorch", *line, file=small)
+    assert outcome.code != 0 and "Traceback" not in outcome.err, outcome.err
+    assert "has the label 7, and its model 2 outputs" in outcome.said[0]
+
+
 def test_launch_starts_a_task_of_ones_own(tmp_path: Path) -> None:
     line = ["-m", "hvdtrain.train", str(EXAMPLES / "own_task.py"), "--epochs=1"]
     command = [str(BIN / "hvdtrain"), "launch", "-n", "2", "--", sys.executable, *line]

@@ -25,6 +25,7 @@ from tests.parallel.conftest import (
     assert_bit_equal,
     assert_close,
     assert_one_line,
+    completed,
     empty_library,
 )
 
@@ -144,6 +145,19 @@ def test_a_rank_that_differs_is_named(second: str, words: tuple[str, ...], tmp_p
     first = f"{MNIST} --data=data" if "--data" in second else MNIST
     outcome = contexts(*(resident.command(*line.split()) for line in (first, second)), cwd=tmp_path)
     assert_refused(outcome, *words, *["(rank 1)"] * ("gone" not in second))
+
+
+def test_a_training_resumes_with_its_own_data_only_wherever_that_is(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "data", 64)
+    labels = write_mnist(tmp_path / "other", 64) / "train-labels-idx1-ubyte"
+    labels.write_bytes(labels.read_bytes()[:-2] + b"\2\1")
+    line = ("-m", "hvdtrain.mnist", "--model=small", f"--checkpoint-dir={tmp_path / 'saved'}")
+    completed(1, *line, f"--data={tmp_path / 'data'}", "--num-steps=1")
+    (tmp_path / "data").rename(tmp_path / "moved")
+    completed(1, *line, f"--data={tmp_path / 'moved'}", "--num-steps=2", "--resume=must")
+    outcome = resident.ranks(2, *line, f"--data={tmp_path / 'other'}", "--num-steps=3", "--quiet")
+    assert_refused(outcome, "another training (training data digest '", "' here)", "data of that")
+    completed(1, *line, f"--data={tmp_path / 'other'}", "--evaluate-only")
 
 
 @pytest.mark.parametrize("strategy", ["zero", "fsdp"])

@@ -24,7 +24,14 @@ from hypothesis import strategies as st
 from hvdtrain.errors import CheckpointError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import checkpoint_files
-from hvdtrain.steps.checkpoint import check_origin, load_newest, newest_name, save, set_aside
+from hvdtrain.steps.checkpoint import (
+    DATA_DIGEST,
+    check_origin,
+    load_newest,
+    newest_name,
+    save,
+    set_aside,
+)
 from hvdtrain.steps.checkpoint_files import (
     MODEL_FILE,
     STATE_FILE,
@@ -675,6 +682,16 @@ def test_a_checkpoint_of_another_training_is_refused_with_each_difference(two: P
     words = r"step-000000002 .*\(model 'small' there, 'large' here; seed None there, 0 here\)"
     with pytest.raises(UsageError, match=f"{words}.*--checkpoint-dir"):
         check_origin(checkpoint, {"model": "large", "seed": 0})
+
+
+def test_a_checkpoint_of_other_data_is_refused_if_both_digests_are_known(tmp_path: Path) -> None:
+    known = Checkpoint({}, {}, {"origin": {"model": "small", DATA_DIGEST: "0a"}}, tmp_path)
+    check_origin(known, {"model": "small", DATA_DIGEST: "0a"})
+    check_origin(known, {"model": "small"})  # data of a user's class
+    with pytest.raises(UsageError, match=r"\(training data digest '0a' there, 'b1' here\).* data"):
+        check_origin(known, {"model": "small", DATA_DIGEST: "b1"})
+    older = Checkpoint({}, {}, {"origin": {"model": "small"}}, tmp_path)
+    check_origin(older, {"model": "small", DATA_DIGEST: "b1"})
 
 
 def test_set_aside_moves_all_checkpoints(two: Path) -> None:

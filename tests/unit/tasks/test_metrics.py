@@ -10,6 +10,7 @@ import pytest
 from sklearn.metrics import r2_score, roc_auc_score
 
 from hvdtrain.collectives.base import Communicator, SingleRank
+from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import bounds
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.tasks.metrics import Accuracy, Metric, WholeSet
@@ -51,6 +52,17 @@ def test_it_is_the_whole_sets(
     ):
         assert result == pytest.approx(expected, rel=1e-12)
         assert tuple(result) == metric.names
+
+
+@pytest.mark.parametrize(
+    ("labels", "outputs"), [((2, 1), (2, 1)), ((2,), (2,)), ((2, 3), (2, 3)), ((2, 4), (2, 3, 4))]
+)
+def test_accuracy_is_of_classes_and_their_scores(
+    labels: tuple[int, ...], outputs: tuple[int, ...]
+) -> None:
+    with pytest.raises(UsageError, match=r"shape \(2.*metrics=.*own\.md") as raised:
+        Accuracy().update(Batch(None, np.zeros(labels)), np.zeros(outputs))
+    assert "\n" not in str(raised.value)
 
 
 def test_as_a_person_reads_it() -> None:

@@ -25,11 +25,13 @@ from tests.unit.adapters.test_save import StepAdapter
 SLOW = 0.2  # seconds
 
 
-@pytest.mark.parametrize("value", [0.5, 3, None, True, [0.1, 0.2], float("inf")])
-def test_the_progress_is_read_with_any_result_of_a_tasks_own_metric(value: object) -> None:
-    state = TrainState(7, Position(1, 32), 96, 1.5, 32, {"loss": 0.25, "mine": value}, 1, [[0, 8]])
+@pytest.mark.parametrize("value", [0.5, 3, float("inf")])
+def test_the_progress_is_read_with_the_results_of_any_metrics(value: float) -> None:
+    metrics = {"loss": 0.25, "mine": value, "samples": 297}
+    state = TrainState(7, Position(1, 32), 96, 1.5, 32, metrics, 1, [[0, 8]])
     content = {**asdict(state), "origin": {}, "path": "x"}  # and other keys
-    assert msgspec.convert(json.loads(json.dumps(content)), TrainState) == state
+    restored = msgspec.convert(json.loads(json.dumps(content)), TrainState)
+    assert restored == state and restored.metrics and type(restored.metrics["samples"]) is int
 
 
 def test_the_figures_of_saves_in_the_background(
@@ -41,7 +43,7 @@ def test_the_figures_of_saves_in_the_background(
     task = SimpleNamespace(
         model=model_of(0),
         optimizer={"m": np.array([3.0])},
-        train=SimpleNamespace(samples=32),
+        train=SimpleNamespace(samples=32, digest=""),
         best=["accuracy", True],
         decoder="pillow",
         loss_scale=None,

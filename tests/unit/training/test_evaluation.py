@@ -1,19 +1,113 @@
-"""The file of ``--predict``, put together from the lines of all ranks."""
+"""Evaluations over all ranks, and the file of ``--predict`` that they write."""
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvdtrain.collectives.base import Communicator
+from hvdtrain.collectives.base import Communicator, SingleRank
+from hvdtrain.config.options import Options
+from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import evaluation_parts
 from hvdtrain.steps.world import World
 from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.dataset import Batch
+from hvdtrain.tasks.metrics import Metric, WholeSet
 from hvdtrain.training import evaluation
-from hvdtrain.training.evaluation import Lines
+from hvdtrain.training.evaluation import Lines, evaluate
+
+
+class NumbersTask:
+    """A task whose test samples, losses and outputs are the numbers from 0."""
+
+    def __init__(self, samples: int, accumulate_steps: int = 1, metrics: Any = ()) -> None:
+        self.options, self.metrics = Options(accumulate_steps=accumulate_steps), metrics
+        self.test, self.samples, self.model = self, samples, None
+        self.sizes: list[int] = []
+        self.averaged_weights = nullcontext
+
+    def evaluation(self, batches: Any) -> Any:
+        """Yield the batches of the test set."""
+        return (Batch(indices, indices) for indices in batches)
+
+    def evaluate(self, batch: Batch, metrics: Any) -> float:
+        """Note the size of the batch, and return the sum of its losses."""
+        self.sizes.append(batch.count)
+        for metric in metrics:
+            metric.update(batch, batch.x.astype(np.float64))
+        return float(batch.x.sum())
+
+
+def evaluated(task: Any, communicator: Communicator, global_batch: int) -> dict[str, float] | None:
+    rank, size = communicator.rank, communicator.size
+
+    def average(count: int, loss: float) -> Any:
+        total, seen = communicator.sum(np.array([loss, count]))
+        return {"loss": total / seen}, int(seen)
+
+    adapter: Any = SimpleNamespace(
+        world=World(rank, size, rank, size, "h", 1),
+        evaluates_together=False,
+        averaged_buffers=nullcontext,
+        average_metrics=average,
+        data_communicator=communicator,
+    )
+    return evaluate(adapter, task, global_batch)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 16])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_it_needs_no_more_memory_if_the_gradients_are_accumulated(
+    on_ranks: Any, size: int, passes: int
+) -> None:
+    def act(communicator: Communicator) -> Any:
+        task = NumbersTask(100, accumulate_steps=passes)
+        return evaluated(task, communicator, size * passes * 5), task.sizes
+
+    for result, sizes in on_ranks(size, act):
+        assert result == {"loss": 49.5, "samples": 100}
+        assert max(sizes) == 20
+
+
+class Returned(Metric):
+    """A metric whose result is ``value``."""
+
+    names = ("mine",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def update(self, batch: Batch, output: Any) -> None:
+        """Ignore the batch."""
+
+    def gather(self, collectives: Communicator) -> None:
+        """Exchange nothing."""
+
+    def result(self) -> dict[str, float]:
+        """Return the value."""
+        return {"mine": self.value}
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.array(0.5), np.int64(2), 0.5, True])
+def test_a_metric_may_be_any_number(value: Any) -> None:
+    task = NumbersTask(4, metrics=[Returned(value), WholeSet("whole", lambda y, output: value)])
+    result = evaluated(task, SingleRank(), 4)
+    expected = {"loss": 1.5, "mine": float(value), "whole": float(value), "samples": 4}
+    assert json.loads(json.dumps(result)) == expected
+
+
+@pytest.mark.parametrize("value", [None, "high", [0.5], np.zeros(2), 1j])
+def test_a_metric_that_is_no_number_is_named(value: Any) -> None:
+    for metric in (Returned(value), WholeSet("mine", lambda y, output: value)):
+        with pytest.raises(UsageError, match="the metric mine must be a number, not ") as raised:
+            evaluated(NumbersTask(4, metrics=[metric]), SingleRank(), 4)
+        assert raised.value.agreed
+
 
 SQUARES = Columns(("number", "square"), lambda y, output: (y, output))
 

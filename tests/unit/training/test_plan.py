@@ -123,6 +123,12 @@ def test_options_without_effect_are_reported(options: dict[str, Any], lines: lis
     assert all(line.startswith(start) for line, start in zip(shown, lines, strict=True))
 
 
+@pytest.mark.parametrize(("number", "shown"), [(1, "1 sample"), (300, "300 samples")])
+def test_an_epoch_of_one_update(number: int, shown: str) -> None:
+    (line,) = notes(Options(), plan(4, batch_size=512), number)
+    assert line.endswith(f"an epoch is one update on {shown}")
+
+
 SCHEDULE = {
     "epochs": 10,
     "warmup_epochs": 2.0,

@@ -18,6 +18,7 @@ from hvdtrain.system.runtime import elastic
 from hvdtrain.training.summary import (
     environment,
     evaluation_rows,
+    headlines,
     rows,
     with_evaluation,
     with_usage,
@@ -64,6 +65,25 @@ def test_the_table() -> None:
     assert recorded["timeline"] == "t.json"
     assert recorded["images/s"].endswith(", without the steps recorded")
     assert table_of([], timeline="t.json")["images/s"] == "- (steps recorded)"
+
+
+@pytest.mark.parametrize(("number", "shown"), [(1, "1 sample"), (1200, "1,200 samples")])
+def test_a_training_sample_and_several(number: int, shown: str) -> None:
+    session: Any = SimpleNamespace(
+        workload=SimpleNamespace(name="own", unit="samples"),
+        plan=SimpleNamespace(global_batch=2000, epochs=1),
+        adapter=SimpleNamespace(name="single", world=World(0, 1, 0, 1, "h", 1)),
+        task=SimpleNamespace(
+            speed_only="",
+            notes=(),
+            train=SimpleNamespace(samples=number),
+            options=SimpleNamespace(model="m", framework="pytorch", precision="fp32"),
+        ),
+    )
+    rate: Any = SimpleNamespace(base=0.1, factor=1.0)
+    _, line = headlines(session, "cpu", rate=rate, steps_per_epoch=1, updates=1)
+    assert line.startswith(f"{shown}, global batch 2000, 1 step per epoch, 1 epoch, ")
+    assert table_of(unit="samples", samples_trained=number)["trained"].startswith(f"{shown} in ")
 
 
 def test_the_table_of_other_samples_and_metrics() -> None:
