@@ -213,7 +213,10 @@ def write_all(target: int, text: bytes) -> None:
     """Write ``text``; drop it if the reader is gone, as in ``hvdtrain launch ... | head``."""
     with contextlib.suppress(OSError):
         while text:
-            text = text[os.write(target, text) :]
+            try:
+                text = text[os.write(target, text) :]
+            except BlockingIOError:  # e.g. Node.js and asyncio hand on non-blocking pipes
+                select.select([], [target], [])
 
 
 def watch(launch: Launch, signals: StopSignals, *, tag: bool, timeout: float | None) -> int:
