@@ -47,6 +47,7 @@ def build_parser(
     )
     parser.add_argument(
         "--config",
+        type=Path,
         metavar="FILE",
         action="append",
         help="YAML file of options; later files and the command line take precedence",
@@ -70,7 +71,7 @@ def parse(
     """
     parser = build_parser(workload, description, epilog, kind)
     line = _values(parser, spelled(arguments, kind.ALIASES))
-    files = [Path(name) for name in line.pop("config", [])]
+    files = line.pop("config", ())
     # `help: true` in a file would end the program as if it had finished.
     file_parser = build_parser(workload, description, epilog, kind, add_help=False)
     merged: OptionValues = {}

@@ -120,14 +120,19 @@ def tracker(value: str) -> str:
     return value
 
 
+def path(value: str | Path) -> Path:
+    """Read a path; an empty one, e.g. of an unset variable, would be the current directory."""
+    if value == "":
+        raise ValueError("the path is empty")
+    return Path(value)
+
+
 def local_folder(value: str | Path) -> Path:
     """Read a directory of this host, and expand ``$NAME`` from the environment."""
-    path = os.path.expandvars(os.fspath(value))
-    if unset := re.search(r"\$\{?\w+", path):
+    folder = os.path.expandvars(os.fspath(value))
+    if unset := re.search(r"\$\{?\w+", folder):
         raise ValueError(f"{value}: {unset[0]} is not set on this host")
-    if not path:
-        raise ValueError("empty path")
-    return Path(path)
+    return path(folder)
 
 
 def above_zero(value: str | float) -> float:

@@ -212,6 +212,19 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     assert message in refused(*words)
 
 
+def test_an_empty_path_is_not_the_current_directory() -> None:
+    seen = 0
+    for verb in cli.VERBS:
+        parser = cli.parser_of(verb)
+        for action in parser._actions:
+            if action.type is Path:
+                seen += 1
+                name = "".join(action.option_strings)
+                with pytest.raises(UsageError, match="the path is empty"):
+                    parser.read([name, ""] if name else ["", ""])
+    assert seen > 10
+
+
 def test_no_verb_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "verbs:" in capsys.readouterr().out
