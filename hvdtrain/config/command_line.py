@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import datetime
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,13 @@ from typing_extensions import override
 from hvdtrain.config.declare import CommandParser, OptionValues, add_options, not_among
 from hvdtrain.config.option_checks import check
 from hvdtrain.config.options import Options
+from hvdtrain.config.values import local_folder
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.settings import Setting, read_settings
+
+SCALARS = (str, int, float, datetime.date)  # values of a file of options that are text or numbers
+YAML_TYPES = {dict: "a mapping", list: "a list", bool: "a boolean", type(None): "null"}
 
 
 class Parser(CommandParser):
@@ -150,14 +155,21 @@ def _words(parser: Parser, setting: Setting, aliases: Mapping[str, str]) -> list
     option, value = "--" + setting.name.replace("_", "-"), setting.value
     action = parser.action_of(option)
     switch = option in aliases or (action is not None and action.nargs == 0)
+    if action is None and not switch and type(value) not in SCALARS:
+        return [option]  # there is no such option
     if value is None or (switch and value is False):
-        return [] if action or switch else [option]
+        return []
     if switch and value is True:
         return [option]
     if switch and option not in aliases:
         raise UsageError(f"{option}: {value!r} is not true or false")
-    if isinstance(value, list):
-        if isinstance(action, argparse._AppendAction):
-            return [f"{option}={item}" for item in value]
-        value = ",".join(map(str, value))
-    return [f"{option}={str(value).lower() if isinstance(value, bool) else value}"]
+    repeated = isinstance(action, argparse._AppendAction)
+    text = action is not None and action.type in (str, Path, local_folder) and not repeated
+    items = value if isinstance(value, list) and not text else [value]
+    for item in items:
+        if type(item) not in SCALARS:
+            kind = YAML_TYPES.get(type(item), type(item).__name__)
+            raise UsageError(f"{option}: must be text or a number, not {kind}")
+    if repeated:
+        return [f"{option}={item}" for item in items]
+    return [f"{option}={','.join(map(str, items))}"]
