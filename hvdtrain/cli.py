@@ -6,6 +6,7 @@ options, so that every ``--help`` is fast.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -14,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 from hvdtrain import __version__
@@ -134,6 +136,8 @@ def _completion(shell: str) -> int:
 
 def _run(verb: str, words: Sequence[str]) -> int:
     """Parse the options of a verb, run it, and print its report."""
+    with contextlib.suppress(RuntimeError):  # e.g. systemd sets none, and mpirun needs it
+        os.environ.setdefault("HOME", str(Path.home()))
     try:
         arguments = parser_of(verb).read(words)
     except UsageError as error:
