@@ -28,6 +28,7 @@ from hvdtrain.errors import (
     UsageError,
     escaped,
 )
+from hvdtrain.system.files import check_working_directory
 from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.runtime import terminal
 
@@ -139,6 +140,7 @@ def _run(verb: str, words: Sequence[str]) -> int:
     with contextlib.suppress(RuntimeError):  # e.g. systemd sets none, and mpirun needs it
         os.environ.setdefault("HOME", str(Path.home()))
     try:
+        check_working_directory()
         arguments = parser_of(verb).read(words)
     except UsageError as error:
         return _complain(str(error))

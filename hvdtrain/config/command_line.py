@@ -18,6 +18,7 @@ from hvdtrain.config.option_checks import check
 from hvdtrain.config.options import Options
 from hvdtrain.config.values import local_folder
 from hvdtrain.errors import UsageError
+from hvdtrain.system.files import check_working_directory
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.settings import Setting, read_settings
 
@@ -72,8 +73,10 @@ def parse(
     """Parse a trainer's command line, and the YAML files of ``--config``, into a ``kind``.
 
     Raises:
-        UsageError: naming the option, the wrong value and the valid ones.
+        UsageError: naming the option, the wrong value and the valid ones; or the working directory
+            was removed.
     """
+    check_working_directory()
     parser = build_parser(workload, description, epilog, kind)
     line = _values(parser, spelled(arguments, kind.ALIASES))
     files = line.pop("config", ())
