@@ -99,7 +99,7 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
         aliases: as ``Options.ALIASES``.
 
     Raises:
-        UsageError: an alias that is defined per value has an unknown value.
+        UsageError: an alias requires a value and has none, or one that it does not accept.
     """
     words, result = collections.deque(arguments), []
     while words:
@@ -108,18 +108,27 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
             name = name.replace("_", "-")
         values = {key.split()[1]: new for key, new in aliases.items() if key.startswith(f"{name} ")}
         if aliases.get(name, "").endswith("="):
-            value = value if equals or not words else words.popleft()
+            value = _argument(name, value if equals else None, words)
             result += f"{aliases[name]}{value}".split(maxsplit=aliases[name].count(" "))
         elif name in aliases:
             result += [*aliases[name].split(), value] if equals else aliases[name].split()
         elif values:
-            value = value if equals or not words else words.popleft()
+            value = _argument(name, value if equals else None, words)
             if value not in values:
                 raise UsageError(f"{name}: {not_among(value, values)}")
             result += values[value].split()
         else:
             result.append(name + equals + value)
     return result
+
+
+def _argument(name: str, attached: str | None, words: collections.deque[str]) -> str:
+    """Return the value of option ``name``, by default the next of ``words``."""
+    if attached is None and words and not words[0].startswith("-"):
+        attached = words.popleft()
+    if not attached:
+        raise UsageError(f"{name}: expected one argument")
+    return attached
 
 
 def _values(parser: Parser, arguments: list[str]) -> OptionValues:

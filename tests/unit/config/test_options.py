@@ -106,7 +106,9 @@ def test_trackers_and_ranks_to_profile_in_each_spelling(tmp_path: Path) -> None:
     for words in (["--tensorboard", "my logs"], ["--tensorboard=my logs"]):  # its former name
         assert read(*words).tracker == ("tensorboard=my logs",)
     assert read(config(tmp_path, "tensorboard: my logs\n")).tracker == ("tensorboard=my logs",)
-    assert refusal("--tensorboard").startswith("--tracker: 'tensorboard='")
+    for words in (["--tensorboard"], ["--tensorboard="], ["--tensorboard", "--quiet"]):
+        assert refusal(*words) == "--tensorboard: expected one argument"
+    assert "line 1: tensorboard: expected" in refusal(config(tmp_path, "tensorboard: true\n"))
     for words in (["--profile-ranks=0,3,0"], ["--profile-ranks", "0", "3"]):
         assert read("--profile=2:4", *words).profile_ranks == (0, 3)
 
