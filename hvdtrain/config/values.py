@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 
 def number(value: str | float) -> float:
@@ -88,11 +87,6 @@ def ranks(value: str | Sequence[int]) -> tuple[int, ...]:
     """Read ranks separated by commas."""
     parts = value.split(",") if isinstance(value, str) else value
     return tuple(dict.fromkeys(count(part) for part in parts))
-
-
-def positive_or_auto(value: str | int | float) -> int | Literal["auto"]:
-    """Read a whole number of 1 or more, or ``auto``."""
-    return "auto" if value == "auto" else positive(value)
 
 
 def span(value: str) -> tuple[int, int | None]:
