@@ -6,6 +6,7 @@ options, so that every ``--help`` is fast.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -14,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 from hvdtrain import __version__
@@ -26,6 +28,7 @@ from hvdtrain.errors import (
     UsageError,
     escaped,
 )
+from hvdtrain.system.files import check_working_directory
 from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.runtime import terminal
 
@@ -134,7 +137,10 @@ def _completion(shell: str) -> int:
 
 def _run(verb: str, words: Sequence[str]) -> int:
     """Parse the options of a verb, run it, and print its report."""
+    with contextlib.suppress(RuntimeError):  # e.g. systemd sets none, and mpirun needs it
+        os.environ.setdefault("HOME", str(Path.home()))
     try:
+        check_working_directory()
         arguments = parser_of(verb).read(words)
     except UsageError as error:
         return _complain(str(error))

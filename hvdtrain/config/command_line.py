@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import datetime
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,14 @@ from typing_extensions import override
 from hvdtrain.config.declare import CommandParser, OptionValues, add_options, not_among
 from hvdtrain.config.option_checks import check
 from hvdtrain.config.options import Options
+from hvdtrain.config.values import local_folder
 from hvdtrain.errors import UsageError
+from hvdtrain.system.files import check_working_directory
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.settings import Setting, read_settings
+
+SCALARS = (str, int, float, datetime.date)  # values of a file of options that are text or numbers
+YAML_TYPES = {dict: "a mapping", list: "a list", bool: "a boolean", type(None): "null"}
 
 
 class Parser(CommandParser):
@@ -47,6 +53,7 @@ def build_parser(
     )
     parser.add_argument(
         "--config",
+        type=Path,
         metavar="FILE",
         action="append",
         help="YAML file of options; later files and the command line take precedence",
@@ -66,11 +73,13 @@ def parse(
     """Parse a trainer's command line, and the YAML files of ``--config``, into a ``kind``.
 
     Raises:
-        UsageError: naming the option, the wrong value and the valid ones.
+        UsageError: naming the option, the wrong value and the valid ones; or the working directory
+            was removed.
     """
+    check_working_directory()
     parser = build_parser(workload, description, epilog, kind)
     line = _values(parser, spelled(arguments, kind.ALIASES))
-    files = [Path(name) for name in line.pop("config", [])]
+    files = line.pop("config", ())
     # `help: true` in a file would end the program as if it had finished.
     file_parser = build_parser(workload, description, epilog, kind, add_help=False)
     merged: OptionValues = {}
@@ -90,7 +99,7 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
         aliases: as ``Options.ALIASES``.
 
     Raises:
-        UsageError: an alias that is defined per value has an unknown value.
+        UsageError: an alias requires a value and has none, or one that it does not accept.
     """
     words, result = collections.deque(arguments), []
     while words:
@@ -99,18 +108,27 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
             name = name.replace("_", "-")
         values = {key.split()[1]: new for key, new in aliases.items() if key.startswith(f"{name} ")}
         if aliases.get(name, "").endswith("="):
-            value = value if equals or not words else words.popleft()
+            value = _argument(name, value if equals else None, words)
             result += f"{aliases[name]}{value}".split(maxsplit=aliases[name].count(" "))
         elif name in aliases:
             result += [*aliases[name].split(), value] if equals else aliases[name].split()
         elif values:
-            value = value if equals or not words else words.popleft()
+            value = _argument(name, value if equals else None, words)
             if value not in values:
                 raise UsageError(f"{name}: {not_among(value, values)}")
             result += values[value].split()
         else:
             result.append(name + equals + value)
     return result
+
+
+def _argument(name: str, attached: str | None, words: collections.deque[str]) -> str:
+    """Return the value of option ``name``, by default the next of ``words``."""
+    if attached is None and words and not words[0].startswith("-"):
+        attached = words.popleft()
+    if not attached:
+        raise UsageError(f"{name}: expected one argument")
+    return attached
 
 
 def _values(parser: Parser, arguments: list[str]) -> OptionValues:
@@ -149,14 +167,21 @@ def _words(parser: Parser, setting: Setting, aliases: Mapping[str, str]) -> list
     option, value = "--" + setting.name.replace("_", "-"), setting.value
     action = parser.action_of(option)
     switch = option in aliases or (action is not None and action.nargs == 0)
+    if action is None and not switch and type(value) not in SCALARS:
+        return [option]  # there is no such option
     if value is None or (switch and value is False):
-        return [] if action or switch else [option]
+        return []
     if switch and value is True:
         return [option]
     if switch and option not in aliases:
         raise UsageError(f"{option}: {value!r} is not true or false")
-    if isinstance(value, list):
-        if isinstance(action, argparse._AppendAction):
-            return [f"{option}={item}" for item in value]
-        value = ",".join(map(str, value))
-    return [f"{option}={str(value).lower() if isinstance(value, bool) else value}"]
+    repeated = isinstance(action, argparse._AppendAction)
+    text = action is not None and action.type in (str, Path, local_folder) and not repeated
+    items = value if isinstance(value, list) and not text else [value]
+    for item in items:
+        if type(item) not in SCALARS:
+            kind = YAML_TYPES.get(type(item), type(item).__name__)
+            raise UsageError(f"{option}: must be text or a number, not {kind}")
+    if repeated:
+        return [f"{option}={item}" for item in items]
+    return [f"{option}={','.join(map(str, items))}"]

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from typing_extensions import override
 
-from hvdtrain.config.values import counts, local_folder, numbers, ranks, span, tracker
+from hvdtrain.config.values import counts, local_folder, numbers, path, ranks, span, tracker
 from hvdtrain.errors import UsageError
 
 T = TypeVar("T")
@@ -153,6 +153,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(exit_on_error=False, allow_abbrev=False, **settings)
+        self.register("type", Path, path)  # for each option of ``type=Path``
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse a command line.

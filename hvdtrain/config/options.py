@@ -21,7 +21,6 @@ from hvdtrain.config.values import (
     non_negative,
     numbers,
     positive,
-    positive_or_auto,
     random_seed,
     ranks,
     span,
@@ -246,7 +245,7 @@ class Options(CommOptions):
         None,
         "number of updates between checkpoints, in addition to one per epoch; auto: the interval "
         "of least expected loss, from the measured cost of a save and --mtbf",
-        positive_or_auto,
+        lambda value: value if value == "auto" else positive(value),
         group="checkpoints",
         metavar="N|auto",
     )

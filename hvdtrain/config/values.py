@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 
 def number(value: str | float) -> float:
@@ -90,11 +89,6 @@ def ranks(value: str | Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(count(part) for part in parts))
 
 
-def positive_or_auto(value: str | int | float) -> int | Literal["auto"]:
-    """Read a whole number of 1 or more, or ``auto``."""
-    return "auto" if value == "auto" else positive(value)
-
-
 def span(value: str) -> tuple[int, int | None]:
     """Read ``A:B``: two whole numbers, A < B; either may be omitted."""
     first, colon, end = value.partition(":")
@@ -120,14 +114,19 @@ def tracker(value: str) -> str:
     return value
 
 
+def path(value: str | Path) -> Path:
+    """Read a path; an empty one, e.g. of an unset variable, would be the current directory."""
+    if value == "":
+        raise ValueError("the path is empty")
+    return Path(value)
+
+
 def local_folder(value: str | Path) -> Path:
     """Read a directory of this host, and expand ``$NAME`` from the environment."""
-    path = os.path.expandvars(os.fspath(value))
-    if unset := re.search(r"\$\{?\w+", path):
+    folder = os.path.expandvars(os.fspath(value))
+    if unset := re.search(r"\$\{?\w+", folder):
         raise ValueError(f"{value}: {unset[0]} is not set on this host")
-    if not path:
-        raise ValueError("empty path")
-    return Path(path)
+    return path(folder)
 
 
 def above_zero(value: str | float) -> float:

@@ -25,6 +25,14 @@ MOST_READ = 2**28  # bytes: far more than tables, records and states of training
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that are solved by freeing space
 
 
+def check_working_directory() -> None:
+    """Raise ``UsageError`` if the working directory was removed."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the working directory was removed: cd to another") from None
+
+
 def check_writable(path: Path | None, option: str) -> None:
     """Check before a long training that ``path`` can be written at its end, without opening it.
 

@@ -51,41 +51,12 @@ def read_settings(path: Path, example: str) -> list[Setting]:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} cannot be read: not UTF-8 text") from error
     try:
-        _check_size(text)
         return list(_settings(text, example))
     except _BrokenError as error:
         raise UsageError(f"{path} {error}") from error
 
 
-def _check_size(text: str) -> None:
-    import yaml  # takes seconds on a cold disk, and most commands do not need it
-
-    opened: list[Any] = []  # start marks of the open collections
-    line = 1
-    try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            line = event.start_mark.line + 1 if event.start_mark else 1
-            if isinstance(event, yaml.CollectionStartEvent):
-                opened.append(event.start_mark)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                opened.pop()
-            if len(opened) > DEEPEST:
-                raise _BrokenError(line, "nested too deeply")
-            if isinstance(event, yaml.AliasEvent):
-                raise _BrokenError(
-                    line, f"*{event.anchor}: aliases are not supported; write out the value"
-                )
-            if isinstance(event, yaml.ScalarEvent) and len(event.value) > MOST_VALUE:
-                raise _BrokenError(line, f"a value of {len(event.value):,} characters")
-    except yaml.MarkedYAMLError as error:
-        raise _explained(error, text, opened) from error
-    except yaml.YAMLError as error:  # a character that YAML does not allow
-        raise _BrokenError(1, str(error)) from error
-    except (ValueError, OverflowError) as error:  # a number of an escape or a version
-        raise _BrokenError(line, str(error)) from error
-
-
-def _explained(error: yaml.MarkedYAMLError, text: str, opened: Sequence[Any] = ()) -> _BrokenError:
+def _explained(error: yaml.MarkedYAMLError, text: str, opened: Sequence[Any]) -> _BrokenError:
     problem, context = str(error.problem or "no YAML"), str(error.context)
     if context.startswith("while scanning a quoted") and error.context_mark:
         opened = (error.context_mark,)
@@ -100,13 +71,35 @@ def _explained(error: yaml.MarkedYAMLError, text: str, opened: Sequence[Any] = (
 
 
 def _settings(text: str, example: str) -> Iterator[Setting]:
-    import yaml
+    import yaml  # takes seconds on a cold disk, and most commands do not need it
 
-    loader = yaml.SafeLoader(text)
+    opened: list[Any] = []  # start marks of the open collections, and of a value in them
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, *where: Any) -> Any:
+            event = self.peek_event()
+            line = event.start_mark.line + 1
+            if isinstance(event, yaml.AliasEvent):
+                problem = f"*{event.anchor}: aliases are not supported; write out the value"
+                raise _BrokenError(line, problem)
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > MOST_VALUE:
+                raise _BrokenError(line, f"a value of {len(event.value):,} characters")
+            opened.append(event.start_mark)
+            if len(opened) > DEEPEST + 1:  # one for the value
+                raise _BrokenError(line, "nested too deeply")
+            node = super().compose_node(*where)
+            opened.pop()
+            return node
+
     try:
+        loader = Loader(text)
         root = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
-        raise _explained(error, text) from error
+        raise _explained(error, text, opened) from error
+    except yaml.YAMLError as error:  # a character that YAML does not allow
+        raise _BrokenError(1, str(error)) from error
+    except (ValueError, OverflowError) as error:  # a number of an escape or a version
+        raise _BrokenError(loader.line + 1, str(error)) from error
     if root is None or root.tag == "tag:yaml.org,2002:null":
         return
     if not isinstance(root, yaml.MappingNode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import shlex
 import signal
@@ -19,7 +20,7 @@ from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import Allocation, lay_out
 from hvdtrain.commands.launch.launcher_choice import MpiLauncher
 from hvdtrain.steps import checkpoint
-from tests.conftest import BIN, LONG, Outcome, on_demand, run
+from tests.conftest import BIN, LONG, Outcome, environment, on_demand, run
 from tests.parallel.conftest import Start, assert_gone, family, ranks_of, send, until
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
@@ -78,6 +79,13 @@ def test_the_exit_code_is_the_jobs() -> None:
         assert launch("-n", "1", "--", sys.executable, "-c", f"exit({code})").code == code
     killed = "import os; os.kill(os.getpid(), 9)"
     assert launch("-n", "1", "--", sys.executable, "-c", killed).code == 128 + signal.SIGKILL
+
+
+def test_a_service_without_a_home() -> None:
+    bare = {name: value for name, value in environment().items() if name != "HOME"}
+    words = [*LAUNCH, "-n", "1", "--", "sh", "-c", "echo $HOME"]
+    done = subprocess.run(words, env=bare, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == f"{pwd.getpwuid(os.getuid()).pw_dir}\n"
 
 
 def test_a_dry_run_prints_the_command_that_runs() -> None:

@@ -20,7 +20,7 @@ from hvdtrain import __version__, cli, errors
 from hvdtrain.cli import PROGRAMS
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.output import Report
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run
 
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py", "torchvision", "sklearn"}
 PROGRAM = """
@@ -210,6 +210,31 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     words: list[str], message: str, refused: Callable[..., str]
 ) -> None:
     assert message in refused(*words)
+
+
+def test_an_empty_path_is_not_the_current_directory() -> None:
+    seen = 0
+    for verb in cli.VERBS:
+        parser = cli.parser_of(verb)
+        for action in parser._actions:
+            if action.type is Path:
+                seen += 1
+                name = "".join(action.option_strings)
+                with pytest.raises(UsageError, match="the path is empty"):
+                    parser.read([name, ""] if name else ["", ""])
+    assert seen > 10
+
+
+ON_ANOTHER_HOST = "hvdtrain launch -n 1 --launcher torchrun --hosts other:1 --dry-run -- true"
+
+
+@pytest.mark.parametrize("program", [ON_ANOTHER_HOST, "hvdtrain.mnist"])
+def test_a_removed_working_directory_is_named(program: str, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    remove = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, "-m"]
+    done = run([*remove, *program.split()], cwd=tmp_path / "gone")
+    line = "hvdtrain: error: the working directory was removed: cd to another"
+    assert (done.code, done.said, done.err.count("\n")) == (2, [line], 1)
 
 
 def test_no_verb_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,8 @@ MOST_NODES = 250_000  # per job; a longer list is not a node list
 MOST_BRACKETS = 8  # per name
 SHOWN = 200  # characters of an invalid value
 
+OPTIONS = {"slots", "max_slots", "max-slots"}  # of a host in a file
+IPV6 = re.compile(r"::|(?:[0-9a-fA-F]+:){3}")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 LONGEST_NAME = 255  # characters, as in the DNS
 # mpirun would read a name that starts with a dash as an option.
@@ -110,10 +112,11 @@ def parse_lines(lines: Iterable[str], source: str) -> tuple[Host, ...]:
             continue
         options = dict(word.partition("=")[::2] for word in words[1:])
         name, slots = _split(words[0], options.get("slots"))
-        if not name or not slots or set(options) - {"slots", "max_slots", "max-slots"}:
+        repeated = len(options) < len(words) - 1
+        if not name or not slots or repeated or options.keys() - OPTIONS:
             raise UsageError(
                 f"{source}, line {number}: {line.strip()[:SHOWN]!r} is not of the form "
-                "`host`, `host:4` or `host slots=4`"
+                f"`host`, `host:4` or `host slots=4`{_hint(line)}"
             )
         hosts.append(Host(name, slots))
     return merge(hosts)
@@ -127,8 +130,13 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """
     hosts = [Host(*_split(part.strip(), None)) for part in text.split(",")]
     if not all(host.name and host.slots for host in hosts):
-        raise UsageError(f"--hosts {text}: must be a list such as node1:4,node2:4")
+        raise UsageError(f"--hosts {text}: must be a list such as node1:4,node2:4{_hint(text)}")
     return merge(hosts)
+
+
+def _hint(text: str) -> str:
+    """Return the end of the message about ``text``, which is not a list of hosts."""
+    return "; IPv6 addresses are not supported: use names" if IPV6.search(text) else ""
 
 
 def merge(hosts: Iterable[Host]) -> tuple[Host, ...]:

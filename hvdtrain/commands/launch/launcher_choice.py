@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.commands.launch.hosts import SHOWN
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.command import Command, run
 
@@ -65,17 +66,20 @@ def find_mpi(environ: Mapping[str, str]) -> MpiLauncher:
         program = shutil.which(name, path=environ.get("PATH"))
         if program is None:
             continue
-        output = run(Command((program, "--version"), env=dict(environ)), timeout=30).output
-        if match := classify(output) or (("srun", "") if name == "srun" else None):
+        done = run(Command((program, "--version"), env=dict(environ)), timeout=30)
+        if match := classify(done.output) or (("srun", "") if name == "srun" else None):
             dialect, version = match
             hydra = Path(program).with_name("mpiexec.hydra")
             if dialect == "intel" and hydra.exists():  # mpirun is a script that forwards no signals
                 program = str(hydra)
             return MpiLauncher(dialect, program, version)
         # For example, Debian's Slurm has an mpirun that only calls srun.
-        unrecognized.append(program)
-    unknown = " and ".join(unrecognized)
-    unknown = f" ({unknown}: unknown version)" if unknown else ""
+        problem = "unknown version"
+        if not done.ok:
+            *_, line = ["", *done.output.strip().splitlines()]
+            problem = f"--version ended with code {done.exit_code}: {line[:SHOWN]}"
+        unrecognized.append(f"{program}: {problem}")
+    unknown = f" ({'; '.join(unrecognized)})" if unrecognized else ""
     raise UsageError(f"no mpirun, mpiexec or srun of an MPI is on the PATH{unknown}: {REMEDY}")
 
 

@@ -188,7 +188,7 @@ def _directories_in(file: Path) -> list[str]:
     except UsageError:  # the ranks report it
         return []
     names = ("checkpoint-dir", "checkpoint_dir")
-    return [str(setting.value) for setting in settings if setting.name in names]
+    return [str(setting.value) for setting in settings if setting.name in names and setting.value]
 
 
 def notes(launch: Launch) -> list[str]:

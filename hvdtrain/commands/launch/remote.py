@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -36,7 +37,7 @@ def on_host(
         return command
     variables = {name: environ[name] for name in forwarded(environ)} | dict(command.env)
     remote = Command(command.argv, variables, Path.cwd())
-    return Command((*SSH, *options, host, f"exec {remote.show()}"))
+    return Command((*SSH, *options, host, f"exec {shlex.join(remote.words)}"))
 
 
 def is_here(host: str) -> bool:

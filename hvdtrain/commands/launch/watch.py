@@ -50,7 +50,7 @@ REPORT_AFTER = 2.0  # seconds for the ranks to stop before the wait is reported
 POLL = 0.2  # seconds between two checks of the time and of signals
 MOMENT = 0.2  # seconds for mpirun to write the rest of a block between two rules
 GRACE = 30.0  # seconds after TERM or HUP, the longest that batch systems wait before they kill
-DRAIN = 5.0  # seconds for the last output after the end of the launcher
+DRAIN = 5.0  # seconds for the output to be closed after the end of the launcher
 
 
 @dataclass
@@ -69,9 +69,11 @@ class WatchedLauncher:
     before_end: LastOutput | None = None
     stop: str = ""  # the signal that requested a stop; empty: none
     forced: bool = False  # whether the ranks were killed before they had stopped
+    cut: int = 0  # the exit code of the stop that cut the end of the output; 0: all was written
     endings: bytes = b""  # mpirun's messages about ranks with an exit code other than 0; not shown
     _stop_at: float = float("inf")  # when the stop was requested
     _report_at: float = float("inf")  # when to report it
+    _writing: set[int] = field(default_factory=set)  # files whose readers are being waited for
 
     def __post_init__(self) -> None:
         """Start the launcher.
@@ -112,8 +114,24 @@ class WatchedLauncher:
                     self.end()
                     return TIMED_OUT
         finally:
-            for reader in self._readers:
-                reader.join(DRAIN)
+            self._drain()
+
+    def _drain(self) -> None:
+        """Wait for the end of the output.
+
+        A daemon may keep it open, for which ``DRAIN`` is the limit. For a reader that does not read
+        there is none, until the user or the time limit requests a stop.
+        """
+        remaining = DRAIN
+        for reader in self._readers:
+            while reader.is_alive() and remaining > 0:
+                reader.join(POLL)
+                if self.stop or self.before_end or not self._writing:
+                    remaining -= POLL
+                if numbers := self.signals.take():
+                    self.stop, remaining = self.stop or numbers[0].name, 0
+        if self.stop and self._writing:
+            self.cut = 128 + signal.Signals[self.stop]
 
     def end(self) -> None:
         """End the launcher and its ranks: first by its signals, then by KILL."""
@@ -170,7 +188,7 @@ class WatchedLauncher:
         """Copy ``source`` to ``target`` unchanged, until it is closed."""
         while data := os.read(source.fileno(), CHUNK):
             self.outcome.read(target, data)
-            write_all(target, data)
+            self._put(target, data)
 
     def _filter(self, source: IO[bytes], target: int) -> None:
         """Copy ``source`` to ``target``, without mpirun's endings, until it is closed."""
@@ -193,12 +211,12 @@ class WatchedLauncher:
             if self.reads:
                 self._write(ranks.feed(text), b"\n", target)
             else:
-                write_all(target, text)
+                self._put(target, text)
         if self.reads:
             self._write(ranks.feed(block), b"\n", target)
             self._write(ranks.end(), b"", target)
         else:
-            write_all(target, block)
+            self._put(target, block)
 
     def _write(self, lines: list[tuple[int | None, bytes]], end: bytes, target: int) -> None:
         text = b""
@@ -206,14 +224,22 @@ class WatchedLauncher:
             self.last.note(rank, line)
             mark = b"[%d] " % rank if self.tag and rank is not None else b""
             text += mark + line + end
+        self._put(target, text)
+
+    def _put(self, target: int, text: bytes) -> None:
+        self._writing.add(target)
         write_all(target, text)
+        self._writing.discard(target)
 
 
 def write_all(target: int, text: bytes) -> None:
     """Write ``text``; drop it if the reader is gone, as in ``hvdtrain launch ... | head``."""
     with contextlib.suppress(OSError):
         while text:
-            text = text[os.write(target, text) :]
+            try:
+                text = text[os.write(target, text) :]
+            except BlockingIOError:  # e.g. Node.js and asyncio hand on non-blocking pipes
+                select.select([], [target], [])
 
 
 def watch(launch: Launch, signals: StopSignals, *, tag: bool, timeout: float | None) -> int:
@@ -238,4 +264,5 @@ def watch(launch: Launch, signals: StopSignals, *, tag: bool, timeout: float | N
             )
             silence.exit_code = TIMED_OUT
             raise silence
-        return outcome.exit_code(code, checkpoint_dir(words), stop_requested=bool(watched.stop))
+        directory, stopped = checkpoint_dir(words), bool(watched.stop)
+        return outcome.exit_code(code, directory, stop_requested=stopped) or watched.cut

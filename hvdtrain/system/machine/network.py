@@ -21,8 +21,8 @@ def local_names() -> frozenset[str]:
 
 
 def is_this_host(name: str, local: Collection[str]) -> bool:
-    """Return whether ``name`` is among the ``local`` names, with or without its domain."""
-    return name in local or _short(name) in map(_short, local)
+    """Return whether ``name`` is among the ``local`` names; one without domain fits any domain."""
+    return any(name in (known, _short(known)) or _short(name) == known for known in local)
 
 
 def _short(name: str) -> str:

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import queue
+import re
 import shlex
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Self
+
+from hvdtrain.errors import escaped
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +47,12 @@ class Command:
         return {k: v for k, v in merged.items() if self.env.get(k, v) is not None}
 
     def show(self) -> str:
-        """Return an equivalent shell command in one line."""
+        """Return an equivalent command for bash, in printable characters."""
+        return " ".join(map(_quoted, self.words))
+
+    @property
+    def words(self) -> list[str]:
+        """The program and its arguments, after an ``env`` with the changes, if any."""
         words = []
         if self.env or self.cwd:
             words = ["env"]
@@ -52,7 +60,15 @@ class Command:
             for name in sorted(k for k, v in self.env.items() if v is None):
                 words += ["-u", name]
             words += [f"{k}={v}" for k, v in sorted(self.env.items()) if v is not None]
-        return shlex.join([*words, *self.argv])
+        return [*words, *self.argv]
+
+
+def _quoted(word: str) -> str:
+    r"""Return ``word`` quoted for bash: as ``$'\xff'`` if it is not printable, e.g. not UTF-8."""
+    if escaped(word, keep="\n\t") == word:
+        return shlex.quote(word)
+    text = os.fsencode(word).decode("latin-1")
+    return "$'" + re.sub(r"[^ -~]|['\\]", lambda match: f"\\x{ord(match[0]):02x}", text) + "'"
 
 
 @dataclass(frozen=True)

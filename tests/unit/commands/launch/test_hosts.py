@@ -49,7 +49,21 @@ def test_forms_of_a_hostfile(tmp_path: Path, text: str, hosts: tuple[Host, ...])
 
 @pytest.mark.parametrize(
     "line",
-    ["a slots=0", "a slots=x", "a:0", "a:", ":2", "a:2 slots=2", "a 4", "a cpus=4", "-o", "a;b"],
+    [
+        *(
+            "a slots=0",
+            "a slots=x",
+            "a:0",
+            "a:",
+            ":2",
+            "a:2 slots=2",
+            "a 4",
+            "a cpus=4",
+            "-o",
+            "a;b",
+        ),
+        *("a slots=2 slots=4", "::1 slots=2"),
+    ],
 )
 def test_an_invalid_line_is_reported(tmp_path: Path, line: str) -> None:
     file = write(tmp_path / "f", f"fine\n{line}\n")

@@ -203,6 +203,8 @@ def test_the_last_output() -> None:
 
 # Wrong use: one line, before anything is started
 
+A_LIST = "must be a list such as node1:4,node2:4"
+
 
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -219,7 +221,9 @@ def test_the_last_output() -> None:
         ("-n 2 --launcher torchrun --timeout 5 -- true", "--launcher torchrun does not support"),
         ("-n 3 --hosts a:2 -- true", "-n 3 is more than the 2 slots of --hosts (a:2)"),
         ("-n 3 --ppn 2 --hosts a:2,b:2 -- true", "-n 3 is not --ppn 2 times the 2 hosts"),
-        ("-n 2 --hosts a: -- true", "--hosts a:: "),
+        ("-n 2 --hosts a: -- true", f"--hosts a:: {A_LIST}\n"),
+        ("-n 2 --hosts [::1]:2 -- true", f"--hosts [::1]:2: {A_LIST}; IPv6 addresses are not"),
+        ("-n 2 --hosts fe80:1:2:3:4:5:6:7 -- true", f"--hosts fe80:1:2:3:4:5:6:7: {A_LIST}; IPv6"),
         ("-n 2 --hostfile /nowhere/at/all -- true", "--hostfile: /nowhere/at/all: No such file"),
     ],
 )

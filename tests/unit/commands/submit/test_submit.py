@@ -174,6 +174,8 @@ def test_the_checkpoints_of_a_file_of_options(tmp_path: Path) -> None:
     (other := tmp_path / "other.yaml").write_text("lr: 0.2\n")
     files = [f"--config={file}", "--config", str(other)]
     assert checkpoint_dir(["x", *files]) == Path("saved")
+    other.write_text("checkpoint-dir: null\n")
+    assert checkpoint_dir(["x", *files]) == Path("saved")
     assert checkpoint_dir(["x", "--checkpoint-dir=here", *files]) == Path("here")
     assert checkpoint_dir(["x", "--config", str(tmp_path / "missing")]) is None
 

@@ -51,6 +51,10 @@ def test_this_host_by_name_and_by_address() -> None:
         ("node1.cluster", "node1", True),
         ("node1", "node1.cluster", True),
         ("node1", "node10", False),
+        ("node1.site_b", "node1.site_a", False),
+        ("node1.site_a", "node1.site_a", True),
+        ("::1", "::1", True),
+        ("0:0:0:0:0:0:0:1", "::1", True),
         ("7a01.cluster", "7a01", True),
         # Addresses have no domain.
         ("10.1.2.3", "10.1.2.3", True),

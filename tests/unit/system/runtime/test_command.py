@@ -99,6 +99,16 @@ def test_the_shown_command_is_equivalent(tmp_path: Path) -> None:
     assert (shown.code, shown.out) == (0, expected)
 
 
+def test_the_shown_command_is_printable(tmp_path: Path) -> None:
+    word = os.fsdecode(b"\xff\xfe'0\\x\x1b\n") + "é\u200b"
+    command = Command(("printf", "%s", word, "é\n"))
+    assert command.show() == r"printf %s $'\xff\xfe\x270\x5cx\x1b\x0a\xc3\xa9\xe2\x80\x8b' 'é" "\n'"
+    output = subprocess.run(
+        ["bash", "-c", command.show()], stdout=subprocess.PIPE, check=True
+    ).stdout
+    assert output == os.fsencode(word + "é\n")
+
+
 def test_run_returns_exit_code_and_lines() -> None:
     lines: list[str] = []
     result = run(Command(("sh", "-c", "echo one; echo two >&2; exit 3")), lines.append)
