@@ -19,6 +19,7 @@ from tests.parallel.conftest import Start, assert_gone, family, send, train
 KILLS = {"horovod": 40, "zero": 20, "fsdp": 20, "tensorflow": 20}
 SHORT = {"zero": 1}  # in CI
 STEPS = 30  # per kill, more than one does before it
+SECONDS = 8  # of a step with its save and its share of the start, at most: the disk may be busy
 WINDOW = 0.6  # seconds after a save in which a kill may come
 
 
@@ -29,7 +30,8 @@ def test_the_newest_checkpoint_is_intact_and_the_end_bit_equal(
     chosen = "--framework=tensorflow" if name == "tensorflow" else f"--strategy={name}"
     options = (chosen, "--checkpoint-every=1", "--epochs=99", f"--num-steps={STEPS * kills}")
     (tmp_path / "whole").mkdir()
-    undisturbed = train(2, tmp_path / "whole", "mnist", *options)
+    patience = SECONDS * STEPS * kills
+    undisturbed = train(2, tmp_path / "whole", "mnist", *options, timeout=patience)
     folder = tmp_path / "checkpoints"
     chance = random.Random(len(name))
     partial = 0
@@ -55,7 +57,7 @@ def test_the_newest_checkpoint_is_intact_and_the_end_bit_equal(
         assert intact and intact.path == folder / newest, "the newest is damaged"
         partial += bool(list(folder.glob(f"{checkpoints.PARTIAL}*")))
     print(f"\n{name}: {partial} of {kills} kills within a save, step {intact.state['step']}")
-    resumed = train(2, tmp_path, "mnist", *options)
+    resumed = train(2, tmp_path, "mnist", *options, timeout=patience)
     assert resumed.newest.name.partition("+")[0] == undisturbed.newest.name.partition("+")[0]
     for kind in ("model", "training"):
         first, second = undisturbed.tensors(kind), resumed.tensors(kind)
