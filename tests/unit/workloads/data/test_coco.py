@@ -354,9 +354,13 @@ def test_settings_in_files_are_spelled_so_too(tmp_path: Path) -> None:
             read(files[0])
 
 
-@pytest.mark.parametrize("line", ["--mode dance", "--mode=dance", "--mode", "--model-name ssd512"])
+@pytest.mark.parametrize("line", ["--mode dance", "--mode=dance", "--model-name ssd512"])
 def test_another_value_is_refused(line: str) -> None:
     assert "choose one of" in error_of(read, *line.split())
+
+
+def test_a_missing_value_is_refused() -> None:
+    assert error_of(read, "--mode") == "--mode: expected one argument"
 
 
 def plan(*words: str) -> TrainingPlan:
