@@ -48,16 +48,11 @@ def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arra
 def separate_buffers(checkpoint: Checkpoint) -> tuple[Tensors, Arrays]:
     """Split the arrays of a checkpoint into optimizer state and those of ``gather_buffers``.
 
-    Buffers without sample counts are dropped: pipelines whose first stage has no buffer were once
-    saved so.
-
     Raises:
         DAMAGE: the latter are not arrays of a value, or of a buffer of the model, per rank.
     """
     training = checkpoint.training
     optimizer = {k: v for k, v in training.items() if k != SEEN and not k.startswith(PREFIX)}
-    if SEEN not in training:
-        return optimizer, {}
     ranks = {k: np.asarray(v) for k, v in training.items() if k not in optimizer}
     for name, rows in ranks.items():
         buffer = checkpoint.model.get(name.removeprefix(PREFIX), rows[0])

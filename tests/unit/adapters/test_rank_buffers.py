@@ -128,8 +128,7 @@ def test_on_another_world_size_no_row_is_anybodys() -> None:
     assert separate_buffers(Checkpoint({}, {"momentum": np.ones(1)}))[1] == {}
 
 
-def test_without_sample_counts_the_mean_is_resumed() -> None:
-    """So earlier versions saved a pipeline whose first stage has no buffers."""
-    saved = {"momentum": np.ones(1), "rank_buffers/mean": np.ones((2, 3))}
-    optimizer, ranks = separate_buffers(Checkpoint({"mean": np.ones(3)}, saved))
-    assert (set(optimizer), ranks) == ({"momentum"}, {})
+def test_buffers_without_sample_counts_are_refused() -> None:
+    saved = {"rank_buffers/mean": np.ones((2, 3))}
+    with pytest.raises(KeyError, match="rank_samples"):
+        separate_buffers(Checkpoint({"mean": np.ones(3)}, saved))
