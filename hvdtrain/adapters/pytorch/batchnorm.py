@@ -1,16 +1,21 @@
 """BatchNorm over the global batch, on any device (PyTorch's SyncBatchNorm does not support CPUs).
 
-Each rank computes count, mean and squared deviations of its part; the three are merged exactly
-(Chan, Golub and LeVeque, 1979) by one differentiable sum over the ranks in float64.
+Each rank computes count, mean and squared deviations of its part. All ranks gather the three of
+each rank, by a sum in which the others have zeros, and merge them exactly (Chan, Golub and LeVeque,
+1979): a sum of squares would cancel if the mean is large. The backward pass sums two numbers per
+channel.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+from hvdtrain.system.runtime.detect import detect
 
 SumOverRanks = Callable[[torch.Tensor, str], torch.Tensor]
 """(values, name) -> their sum over all ranks; the name is the same on all ranks."""
@@ -18,29 +23,6 @@ SumOverRanks = Callable[[torch.Tensor, str], torch.Tensor]
 
 Weight = Callable[[], float]
 """The share of this rank's part in the global batch."""
-
-
-class _Sum(torch.autograd.Function):
-    """Sum over all ranks.
-
-    Each rank's loss depends on every rank's input, so the gradient is a sum over all ranks too, of
-    the losses with their weights in the global batch. It is divided by this rank's weight, because
-    all gradients of this rank are multiplied by that at the end of the backward pass.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, values: torch.Tensor, total: SumOverRanks, weight: Weight, name: str
-    ) -> torch.Tensor:
-        ctx.total, ctx.weight, ctx.name = total, weight, name
-        return total(values, f"{name}.forward")
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        weight = ctx.weight()
-        mine = gradients[0] * weight if weight else torch.zeros_like(gradients[0])  # may be nan
-        whole = ctx.total(mine, f"{ctx.name}.backward")
-        return whole / weight if weight else whole, None, None, None
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
@@ -53,31 +35,33 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
     total: SumOverRanks
     share: Weight
     name: str
+    rank: int
+    size: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as in torch)
         """Normalise ``input`` of shape (n, channels, height, width)."""
         if not self.training:
             return super().forward(input)
-        axes = (0, 2, 3)
-        wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        count = wide.numel() // wide.shape[1]
-        local_mean = wide.sum(axes, dtype=wide.dtype) / max(count, 1)
-        deviations = (wide - local_mean[:, None, None]).square().sum(axes)
-        # float64: the difference of squares below would cancel in float32.
-        sums = local_mean.double() * count
-        squares = deviations.double() + local_mean.double() * sums
-        n = torch.full((1,), float(count), dtype=torch.float64, device=input.device)
-        local = torch.cat([sums, squares, n])
-        merged: torch.Tensor = _Sum.apply(local, self.total, self.share, self.name)
-        channels = wide.shape[1]
-        n = merged[-1].detach()
-        mean = merged[:channels] / n
-        variance = (merged[channels:-1] / n - mean * mean).clamp(min=0.0)
-        self._track(mean.detach(), variance.detach() * (n / (n - 1).clamp(min=1.0)))
-        scale = torch.rsqrt(variance + self.eps) * self.weight.double()
-        shift = self.bias.double() - mean * scale
-        result = wide * scale.to(wide.dtype)[:, None, None] + shift.to(wide.dtype)[:, None, None]
-        return result.to(input.dtype)
+        n, mean, variance = self._statistics(input.detach())
+        self._track(mean, variance * (n / (n - 1).clamp(min=1.0)))
+        scale = torch.rsqrt(variance + self.eps)
+        result: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, mean, scale, n, self)
+        return result
+
+    def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return count, mean and variance of the global batch, in float64."""
+        x, axes = wide(x), axes_of(x)
+        channels = x.shape[1]
+        count = x.numel() // channels
+        mean = x.sum(axes) / max(count, 1)
+        squares = (x - per_channel(mean, x)).square().sum(axes)
+        rows = x.new_zeros(self.size, 2 * channels + 1)
+        rows[self.rank] = torch.cat([x.new_tensor([count]), mean, squares])
+        rows = self.total(rows, f"{self.name}.forward").double()
+        counts, means, squares = rows.split([1, channels, channels], dim=1)
+        n = counts.sum()
+        whole = (counts * means).sum(0) / n
+        return n, whole, (squares + counts * (means - whole).square()).sum(0) / n
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -88,16 +72,78 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
 
 
+class _Normalize(torch.autograd.Function):
+    """Normalise the part of this rank by the statistics of the global batch.
+
+    Each rank's loss depends on every rank's input, so the gradient needs sums over all ranks, of
+    the losses with their weights in the global batch. They are divided by this rank's weight,
+    because all gradients of this rank are multiplied by that at the end of the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        mean: torch.Tensor,
+        scale: torch.Tensor,
+        n: torch.Tensor,
+        layer: SyncBatchNorm2d,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, mean, scale, n)
+        ctx.layer = layer
+        normal = normalized(x, mean, scale)
+        return (normal * per_channel(weight, normal) + per_channel(bias, normal)).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, scale, n = ctx.saved_tensors
+        layer, share, axes = ctx.layer, ctx.layer.share(), axes_of(x)
+        normal, gradient = normalized(x, mean, scale), wide(gradient)
+        of_bias, of_weight = gradient.sum(axes), (gradient * normal).sum(axes)
+        mine = torch.cat([of_bias, of_weight]).double()
+        mine = mine * share if share else torch.zeros_like(mine)  # may be nan
+        means = layer.total(mine, f"{layer.name}.backward") / (n * (share or 1.0))
+        shift, slope = means.chunk(2)
+        gradient = gradient - per_channel(shift, normal) - normal * per_channel(slope, normal)
+        of_x = gradient * per_channel(scale * weight.double(), normal)
+        return of_x.to(x.dtype), of_weight.to(weight), of_bias.to(weight), None, None, None, None
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def axes_of(x: torch.Tensor) -> list[int]:
+    """Return all dimensions but that of the channels."""
+    return [axis for axis in range(x.ndim) if axis != 1]
+
+
+def per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return a vector with a value per channel in the type of ``x``, broadcast along the others."""
+    return values.to(x.dtype).view(-1, *[1] * (x.ndim - 2))
+
+
+def normalized(x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` with the mean 0 and the variance 1."""
+    x = wide(x)
+    return (x - per_channel(mean, x)) * per_channel(scale, x)
+
+
 def convert(model: nn.Module, total: SumOverRanks, share: Weight) -> int:
     """Convert every ``nn.BatchNorm2d`` in ``model``, in place; return their number.
 
     Parameters and buffers remain the same objects, so an existing optimizer stays valid.
     """
-    number = 0
+    number, launch = 0, detect(os.environ)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.__class__ = SyncBatchNorm2d
             assert isinstance(module, SyncBatchNorm2d)
             module.total, module.share, module.name = total, share, f"batchnorm.{number}"
+            module.rank, module.size = launch.rank, launch.size
             number += 1
     return number
