@@ -8,14 +8,18 @@ channel.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.system.runtime.detect import detect
+
+log = logging.getLogger(__name__)
 
 SumOverRanks = Callable[[torch.Tensor, str], torch.Tensor]
 """(values, name) -> their sum over all ranks; the name is the same on all ranks."""
@@ -25,11 +29,11 @@ Weight = Callable[[], float]
 """The share of this rank's part in the global batch."""
 
 
-class SyncBatchNorm2d(nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` with the statistics of the global batch.
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm of any number of dimensions with the statistics of the global batch.
 
     All ranks must run it together, forward and backward, with inputs of the same channels; a
-    rank's input may be empty. In evaluation it is plain ``nn.BatchNorm2d``.
+    rank's input may be empty. In evaluation it is plain BatchNorm.
     """
 
     total: SumOverRanks
@@ -39,14 +43,19 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
     size: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as in torch)
-        """Normalise ``input`` of shape (n, channels, height, width)."""
+        """Normalise ``input`` of shape (n, channels, ...)."""
         if not self.training:
             return super().forward(input)
+        self._check_input_dim(input)
         n, mean, variance = self._statistics(input.detach())
         self._track(mean, variance * (n / (n - 1).clamp(min=1.0)))
         scale = torch.rsqrt(variance + self.eps)
         result: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, mean, scale, n, self)
         return result
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 (as in torch)
+        if input.ndim < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.ndim}")
 
     def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return count, mean and variance of the global batch, in float64."""
@@ -89,7 +98,7 @@ class _Normalize(torch.autograd.Function):
         mean: torch.Tensor,
         scale: torch.Tensor,
         n: torch.Tensor,
-        layer: SyncBatchNorm2d,
+        layer: SyncBatchNorm,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, mean, scale, n)
         ctx.layer = layer
@@ -133,17 +142,22 @@ def normalized(x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> torc
     return (x - per_channel(mean, x)) * per_channel(scale, x)
 
 
+SyncBatchNorm2d = SyncBatchNorm  # its name in ``adapter.py``
+
+
 def convert(model: nn.Module, total: SumOverRanks, share: Weight) -> int:
-    """Convert every ``nn.BatchNorm2d`` in ``model``, in place; return their number.
+    """Convert every BatchNorm layer in ``model``, in place; return their number.
 
     Parameters and buffers remain the same objects, so an existing optimizer stays valid.
     """
     number, launch = 0, detect(os.environ)
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.__class__ = SyncBatchNorm2d
-            assert isinstance(module, SyncBatchNorm2d)
+        if isinstance(module, _BatchNorm):
+            module.__class__ = SyncBatchNorm
+            assert isinstance(module, SyncBatchNorm)
             module.total, module.share, module.name = total, share, f"batchnorm.{number}"
             module.rank, module.size = launch.rank, launch.size
             number += 1
+    if not number and launch.is_root:
+        log.warning("--sync-batchnorm has no effect: the model has no BatchNorm layer of PyTorch")
     return number

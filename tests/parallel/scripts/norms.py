@@ -91,7 +91,10 @@ def compare(name: str, layer: Any, shape: tuple[int, ...], centre: float) -> Non
 
 order = np.concatenate([part.indices for part in Shards(SAMPLES, BATCH).epoch(0)])
 KINDS = {
+    "1d": (torch.nn.BatchNorm1d, ()),
+    "of sequences": (torch.nn.BatchNorm1d, (5,)),
     "2d": (torch.nn.BatchNorm2d, (3, 2)),
+    "3d": (torch.nn.BatchNorm3d, (2, 3, 2)),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
