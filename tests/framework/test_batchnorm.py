@@ -28,6 +28,24 @@ def test_layers_of_any_dimension(number: int) -> None:
     torch.testing.assert_close(model.eval()(x), plain.eval()(x))
 
 
+@pytest.mark.parametrize(
+    "options", [{"affine": False}, {"momentum": None}, {"track_running_stats": False}]
+)
+def test_layers_with_options(options: dict[str, Any]) -> None:
+    plain = torch.nn.BatchNorm1d(3, **options)
+    model = converted(torch.nn.BatchNorm1d(3, **options))[1]
+    for _ in range(2):
+        inputs = torch.randn(7, 3)
+        x, y = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+        outputs = model(x), plain(y)
+        torch.testing.assert_close(*outputs)
+        for output in outputs:
+            output.square().mul(torch.arange(3.0)).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(dict(model[0].state_dict()), dict(plain.state_dict()))
+    torch.testing.assert_close(model.eval()(x), plain.eval()(x))
+
+
 def test_a_model_without_any_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert converted(torch.nn.Linear(3, 3), torch.nn.InstanceNorm1d(3))[0] == 0
     assert caplog.messages == [

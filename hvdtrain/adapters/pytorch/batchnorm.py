@@ -74,11 +74,14 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        if not self.track_running_stats or self.num_batches_tracked is None:
+            return
         assert self.running_mean is not None and self.running_var is not None
-        assert self.momentum is not None and self.num_batches_tracked is not None
         self.num_batches_tracked += 1
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
+        # None: the mean of all batches.
+        factor = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
 
 class _Normalize(torch.autograd.Function):
@@ -93,8 +96,8 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
         mean: torch.Tensor,
         scale: torch.Tensor,
         n: torch.Tensor,
@@ -103,7 +106,11 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, scale, n)
         ctx.layer = layer
         normal = normalized(x, mean, scale)
-        return (normal * per_channel(weight, normal) + per_channel(bias, normal)).to(x.dtype)
+        if weight is not None:
+            normal = normal * per_channel(weight, normal)
+        if bias is not None:
+            normal = normal + per_channel(bias, normal)
+        return normal.to(x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -117,8 +124,10 @@ class _Normalize(torch.autograd.Function):
         means = layer.total(mine, f"{layer.name}.backward") / (n * (share or 1.0))
         shift, slope = means.chunk(2)
         gradient = gradient - per_channel(shift, normal) - normal * per_channel(slope, normal)
-        of_x = gradient * per_channel(scale * weight.double(), normal)
-        return of_x.to(x.dtype), of_weight.to(weight), of_bias.to(weight), None, None, None, None
+        scale = scale if weight is None else scale * weight.double()
+        gradients = (gradient * per_channel(scale, normal), of_weight, of_bias)
+        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+        return *(value if is_wanted else None for value, is_wanted in wanted), *[None] * 4
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

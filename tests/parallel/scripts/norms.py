@@ -98,6 +98,9 @@ KINDS = {
 }
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "not affine": {"affine": False},
+    "cumulative": {"momentum": None},
+    "not tracked": {"track_running_stats": False},
 }
 for kind, (make, shape) in KINDS.items():
     for way, options in WAYS.items():
