@@ -103,9 +103,9 @@ class Pipeline(UpdateSums, Wrapper):
         for value in state.values():
             if id(value) in self.freed:
                 value.data = value.data.new_empty(0)
-        self._trained = [
-            value for name, value in state.items() if name in self._names and value.requires_grad
-        ]
+        # Each once: tied parameters have several names.
+        mine = {id(state[name]): state[name] for name in self._names}
+        self._trained = [value for value in mine.values() if value.requires_grad]
         self._layouts: dict[Any, Layout] = {}
         self._root = torch.zeros((), device=adapter.device, requires_grad=True)
         self._summing = True
