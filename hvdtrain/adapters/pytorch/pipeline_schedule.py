@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,10 +123,9 @@ class Pipeline(UpdateSums, Wrapper):
         """Return the output of the last stage for the batch ``x``, on all ranks of the group."""
         number = max(1, min(self._micro_batches, len(x)))
         cuts = [slice(*bounds(len(x), index, number)) for index in range(number)]
-        training = self.module.training
-        with self.adapter.waits.during(FORWARD):
-            if not len(x):  # BatchNorm would divide by zero
-                self.module.eval()
+        # Without samples BatchNorm would divide by zero.
+        mode = nullcontext() if len(x) else _evaluating(self.module)
+        with self.adapter.waits.during(FORWARD), mode:
             passes = Passes(cuts, self._kind(x))
             inputs = self._expect("input", passes, self._rank(-1)) if self.stage else []
             for index, cut in enumerate(cuts):
@@ -135,7 +134,6 @@ class Pipeline(UpdateSums, Wrapper):
             self._wait([work for work, _ in passes.sent])
             passes.sent.clear()
             result = self._share(len(x), passes)
-            self.module.train(training)
         if not torch.is_grad_enabled():
             return result
         self.most = max(self.most, number)
@@ -335,6 +333,18 @@ class Passes:
     kind: Any  # key of the layouts of messages between stages
     kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # input, output
     sent: list[Any] = field(default_factory=list)  # requests and messages under way
+
+
+@contextmanager
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Set all layers of ``module`` to evaluation within the block; some may be so already."""
+    layers = [(layer, layer.training) for layer in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer, training in layers:
+            layer.training = training
 
 
 class _Backward(torch.autograd.Function):

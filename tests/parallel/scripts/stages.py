@@ -127,6 +127,7 @@ def tied_in_each_way() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "tied": tied_in_each_way,
+    "frozen": lambda: compare(normalized, one_pass),
 }
 for case in sys.argv[3:] or CASES:
     CASES[case]()
