@@ -26,6 +26,7 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import Subgroup
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import bounds
+from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.system.runtime.waits import SUM
 
 FORWARD = "the forward pass through the stages"
@@ -188,6 +189,13 @@ class Pipeline(UpdateSums, Wrapper):
 
         The last stage uses ``gradient``, that of the whole output.
         """
+        if not passes.kept:
+            raise agreed(
+                UsageError(
+                    "--strategy pipeline: a second backward pass from one output of the model: sum "
+                    "the losses, or call the model again"
+                )
+            )
         with self.adapter.waits.during(SUM):
             weight = self.adapter.part_weight
             before = [parameter.grad for parameter in self._trained]
