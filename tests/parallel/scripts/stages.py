@@ -128,6 +128,7 @@ def tied_in_each_way() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "tied": tied_in_each_way,
     "frozen": lambda: compare(normalized, one_pass),
+    "int16": lambda: compare(of_int16, one_pass),
     "twice": one_output_twice,
 }
 for case in sys.argv[3:] or CASES:
