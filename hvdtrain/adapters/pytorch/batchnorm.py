@@ -127,7 +127,7 @@ class _Normalize(torch.autograd.Function):
         scale = scale if weight is None else scale * weight.double()
         gradients = (gradient * per_channel(scale, normal), of_weight, of_bias)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(value if is_wanted else None for value, is_wanted in wanted), *[None] * 4
+        return tuple(value if is_wanted else None for value, is_wanted in wanted) + (None,) * 4
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def axes_of(x: torch.Tensor) -> list[int]:
 
 def per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return a vector with a value per channel in the type of ``x``, broadcast along the others."""
-    return values.to(x.dtype).view(-1, *[1] * (x.ndim - 2))
+    return values.to(x.dtype).view([-1] + [1] * (x.ndim - 2))
 
 
 def normalized(x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def convert(model: nn.Module, total: SumOverRanks, share: Weight) -> int:
             module.__class__ = SyncBatchNorm
             assert isinstance(module, SyncBatchNorm)
             module.total, module.share, module.name = total, share, f"batchnorm.{number}"
-            module.rank, module.size = launch.rank, launch.size
+            module.rank, module.size = launch.rank, launch.size  # the world's (``check_launch``)
             number += 1
     if not number and launch.is_root:
         log.warning("--sync-batchnorm has no effect: the model has no BatchNorm layer of PyTorch")

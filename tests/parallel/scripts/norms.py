@@ -1,4 +1,4 @@
-"""Run on every rank by test_batchnorm.py: BatchNorm of the global batch, against long doubles.
+"""Run on every rank by test_batchnorm.py: BatchNorm, of the global batch and of each rank.
 
     norms.py STRATEGY FOLDER [KIND WAY]
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from hvdtrain.adapters.select import adapter
+from hvdtrain.steps.checkpoint import load_newest
 from hvdtrain.steps.sharding import Shards
 
 SAMPLES, BATCH, CHANNELS = 13, 4, 3
@@ -89,6 +90,26 @@ def compare(name: str, layer: Any, shape: tuple[int, ...], centre: float) -> Non
     assert torch.equal(layer.eval()(x), plain.eval()(x))
 
 
+def averaged(folder: Path) -> None:
+    """Average the statistics of a loop whose samples nothing counts; a mask remains one."""
+    other: Any = adapter("pytorch", sys.argv[1])
+    other.initialize()
+    model = torch.nn.BatchNorm1d(2)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.running_mean.fill_(world.rank)
+    for first in (0, min(1, world.size - 1)):  # the first rank that has seen samples
+        other.save_checkpoint(folder, model, optimizer, state={"step": first})
+        saved = load_newest(folder)
+        assert saved
+        with other.averaged_buffers(model):
+            for state in (model.state_dict(), saved.model):
+                assert (np.array(state["running_mean"]) == (first + world.size - 1) / 2).all()
+                assert np.array(state["mask"]).tolist() == [0, -np.inf]
+        assert (model.running_mean == world.rank).all()
+        other.samples_seen = 4 * (world.rank > 0)
+
+
 order = np.concatenate([part.indices for part in Shards(SAMPLES, BATCH).epoch(0)])
 KINDS = {
     "1d": (torch.nn.BatchNorm1d, ()),
@@ -111,4 +132,5 @@ for kind, (make, shape) in KINDS.items():
             for parameter in layer.parameters():
                 torch.nn.init.uniform_(parameter)
             compare(f"{kind}, {way}, {centre}:", layer, shape, centre)
+averaged(Path(sys.argv[2], "checkpoints"))
 Path(sys.argv[2], f"{world.rank}-of-{world.size}").touch()
