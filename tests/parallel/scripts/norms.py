@@ -94,7 +94,7 @@ def averaged(folder: Path) -> None:
     """Average the statistics of a loop whose samples nothing counts; a mask remains one."""
     other: Any = adapter("pytorch", sys.argv[1])
     other.initialize()
-    model = torch.nn.BatchNorm1d(2)
+    model: Any = torch.nn.BatchNorm1d(2)
     model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.running_mean.fill_(world.rank)
