@@ -7,6 +7,8 @@ training that follows.
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import safetensors.numpy
 
@@ -18,12 +20,22 @@ SEEN = "rank_samples"  # int64, shape (world size,)
 
 
 def mean_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
-    """Return the mean of the ranks' buffers, weighted by ``seen``, each rank's sample count."""
-    weighted = {name: value.astype(np.float64) * seen for name, value in local.items()}
-    total = communicator.sum_arrays({**weighted, SEEN: np.array(seen)})
-    if total[SEEN] == 0:  # nothing trained yet: all ranks have the same
+    """Return the mean of the ranks' buffers, weighted by ``seen``, each rank's sample count.
+
+    Without samples, as in a loop with a sampler of its own, all ranks weigh the same. What is equal
+    on all ranks, as a mask of infinities, stays so to the bit.
+    """
+    digests = {name: hashlib.sha256(value.tobytes()).hexdigest() for name, value in local.items()}
+    counts, rows = zip(*communicator.gather_json((seen, digests)), strict=True)
+    different = {k: v for k, v in local.items() if any(row[k] != digests[k] for row in rows)}
+    if not different:
         return local
-    return {name: (total[name] / total[SEEN]).astype(value.dtype) for name, value in local.items()}
+    weights = counts if any(counts) else [1] * communicator.size
+    mine = weights[communicator.rank]  # of 0, an infinity would become nan
+    weighted = {k: v * float(mine) if mine else np.zeros(v.shape) for k, v in different.items()}
+    total = communicator.sum_arrays(weighted)
+    means = {k: (total[k] / sum(weights)).astype(v.dtype) for k, v in different.items()}
+    return {**local, **means}
 
 
 def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
@@ -36,16 +48,11 @@ def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arra
 def separate_buffers(checkpoint: Checkpoint) -> tuple[Tensors, Arrays]:
     """Split the arrays of a checkpoint into optimizer state and those of ``gather_buffers``.
 
-    Buffers without sample counts are dropped: pipelines whose first stage has no buffer were once
-    saved so.
-
     Raises:
         DAMAGE: the latter are not arrays of a value, or of a buffer of the model, per rank.
     """
     training = checkpoint.training
     optimizer = {k: v for k, v in training.items() if k != SEEN and not k.startswith(PREFIX)}
-    if SEEN not in training:
-        return optimizer, {}
     ranks = {k: np.asarray(v) for k, v in training.items() if k not in optimizer}
     for name, rows in ranks.items():
         buffer = checkpoint.model.get(name.removeprefix(PREFIX), rows[0])

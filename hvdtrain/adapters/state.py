@@ -131,7 +131,7 @@ class StateAdapter(Adapter):
     ) -> Any:
         self.check_trained(model, optimizer)
         directory = Path(directory)
-        _check_saved(directory, state)
+        _check_saved(directory, state, keep)
         if self._save and not self._save.is_reported:  # one at a time
             self._save.wait()
         view = self.view(model, optimizer)
@@ -310,7 +310,9 @@ class StateAdapter(Adapter):
                 view.set_local_buffers(local)
 
 
-def _check_saved(directory: Path, state: JsonValues) -> None:
+def _check_saved(directory: Path, state: JsonValues, keep: int) -> None:
+    if keep < 1:
+        raise UsageError(f"save_checkpoint: keep={keep} would delete what is saved: use at least 1")
     step = state.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UsageError(

@@ -21,6 +21,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
+from hvdtrain.errors import UsageError
 from hvdtrain.system.files import is_regular
 
 
@@ -53,11 +54,17 @@ class TensorFile:
 
     Raises:
         OSError: from any method, e.g. if the disk is full.
+        UsageError: the format has no name for the type of a tensor; there is no file then.
     """
 
     def __init__(self, path: Path, layouts: Mapping[str, ArraySpec]) -> None:
         header, end = {}, 0
         for name, layout in layouts.items():
+            if layout.dtype.kind not in "biufc" or layout.dtype.itemsize > 8:
+                raise UsageError(
+                    f"{name} is of type {layout.dtype}, which safetensors cannot store: convert "
+                    "it, e.g. complex128 to real and imaginary parts (torch.view_as_real)"
+                )
             begin, end = end, end + layout.nbytes
             shape = list(layout.shape)
             header[name] = {"dtype": layout.code, "shape": shape, "data_offsets": [begin, end]}

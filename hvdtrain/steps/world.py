@@ -66,11 +66,8 @@ class Evidence:
     started_by: str = ""  # the program that started this process
 
 
-NO_EVIDENCE = Evidence()
-
-
 def check_launch(
-    launch: LaunchInfo, runtime_size: int, runtime: str, evidence: Evidence = NO_EVIDENCE
+    launch: LaunchInfo, runtime_size: int, runtime: str, evidence: Evidence = Evidence()
 ) -> None:
     """Raise if the launcher started a different number of processes than the runtime connected.
 

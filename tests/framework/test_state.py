@@ -163,6 +163,32 @@ def test_a_scheduler_is_resumed_without_its_milestones(
     assert seen + rates(scheduler) == pytest.approx([0.01, 0.01, 0.001, 0.001])
 
 
+@pytest.mark.parametrize("keep", [0, -1])
+def test_a_save_that_would_delete_itself_is_refused(
+    keep: int,
+    single_rank: tuple[CommonAdapter, Any],
+    started: Callable[[CommonAdapter], CommonAdapter],
+    tmp_path: Path,
+) -> None:
+    hvd, make = started(single_rank[0]), single_rank[1]
+    with pytest.raises(UsageError, match=f"keep={keep} would delete what is saved: use at least 1"):
+        hvd.save_checkpoint(tmp_path, *make(2), state={"step": 1}, keep=keep)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tensor_without_a_type_in_the_format_is_refused(
+    started: Callable[[CommonAdapter], CommonAdapter], tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    hvd, (model, optimizer) = started(adapter("pytorch", "single", environ={})), pytorch(2)
+    model.register_buffer("phases", torch.ones(2, dtype=torch.complex128))
+    for options in ({}, {"wait": False}):
+        with pytest.raises(UsageError, match="phases is of type complex128, which safetensors"):
+            save = hvd.save_checkpoint(tmp_path, model, optimizer, state={"step": 1}, **options)
+            save.wait()
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("state", [{}, {"seeds": 3, "learning_rate": 0.1}, {"seeds": [[[1]]]}])
 def test_a_checkpoint_of_a_trainer_is_not_resumed_by_fit(
     state: dict[str, Any],

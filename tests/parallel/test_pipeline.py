@@ -17,6 +17,7 @@ from tests.parallel.conftest import (
     assert_close,
     assert_one_line,
     completed,
+    run_script,
     train,
 )
 from tests.parallel.test_equality import EXACT, RESNET, SMALL
@@ -116,6 +117,16 @@ def test_an_update_that_is_not_finite_is_left_out_in_all_stages(
     other = train_on_a_bad_sample(number, tmp_path / str(number), *line, *TWO_GROUPS)
     assert other.summary["steps_skipped"] == alone.summary["steps_skipped"] == 3
     assert_close(alone, other, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("number", "stages"), [(2, 2), (3, 1), *([(3, 3), (4, 2)] if LONG else [])]
+)
+def test_tied_weights_frozen_statistics_and_odd_types(
+    number: int, stages: int, tmp_path: Path
+) -> None:
+    """Of several groups some have no sample in the last part of an epoch."""
+    run_script(number, "stages.py", str(stages), str(tmp_path), folder=tmp_path)
 
 
 @pytest.mark.parametrize(

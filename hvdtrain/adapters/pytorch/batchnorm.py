@@ -1,16 +1,25 @@
 """BatchNorm over the global batch, on any device (PyTorch's SyncBatchNorm does not support CPUs).
 
-Each rank computes count, mean and squared deviations of its part; the three are merged exactly
-(Chan, Golub and LeVeque, 1979) by one differentiable sum over the ranks in float64.
+Each rank computes count, mean and squared deviations of its part. All ranks gather the three of
+each rank, by a sum in which the others have zeros, and merge them exactly (Chan, Golub and LeVeque,
+1979): a sum of squares would cancel if the mean is large. The backward pass sums two numbers per
+channel.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdtrain.system.runtime.detect import detect
+
+log = logging.getLogger(__name__)
 
 SumOverRanks = Callable[[torch.Tensor, str], torch.Tensor]
 """(values, name) -> their sum over all ranks; the name is the same on all ranks."""
@@ -20,84 +29,144 @@ Weight = Callable[[], float]
 """The share of this rank's part in the global batch."""
 
 
-class _Sum(torch.autograd.Function):
-    """Sum over all ranks.
-
-    Each rank's loss depends on every rank's input, so the gradient is a sum over all ranks too, of
-    the losses with their weights in the global batch. It is divided by this rank's weight, because
-    all gradients of this rank are multiplied by that at the end of the backward pass.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, values: torch.Tensor, total: SumOverRanks, weight: Weight, name: str
-    ) -> torch.Tensor:
-        ctx.total, ctx.weight, ctx.name = total, weight, name
-        return total(values, f"{name}.forward")
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        weight = ctx.weight()
-        mine = gradients[0] * weight if weight else torch.zeros_like(gradients[0])  # may be nan
-        whole = ctx.total(mine, f"{ctx.name}.backward")
-        return whole / weight if weight else whole, None, None, None
-
-
-class SyncBatchNorm2d(nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` with the statistics of the global batch.
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm of any number of dimensions with the statistics of the global batch.
 
     All ranks must run it together, forward and backward, with inputs of the same channels; a
-    rank's input may be empty. In evaluation it is plain ``nn.BatchNorm2d``.
+    rank's input may be empty. In evaluation it is plain BatchNorm.
     """
 
     total: SumOverRanks
     share: Weight
     name: str
+    rank: int
+    size: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as in torch)
-        """Normalise ``input`` of shape (n, channels, height, width)."""
+        """Normalise ``input`` of shape (n, channels, ...)."""
         if not self.training:
             return super().forward(input)
-        axes = (0, 2, 3)
-        wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        count = wide.numel() // wide.shape[1]
-        local_mean = wide.sum(axes, dtype=wide.dtype) / max(count, 1)
-        deviations = (wide - local_mean[:, None, None]).square().sum(axes)
-        # float64: the difference of squares below would cancel in float32.
-        sums = local_mean.double() * count
-        squares = deviations.double() + local_mean.double() * sums
-        n = torch.full((1,), float(count), dtype=torch.float64, device=input.device)
-        local = torch.cat([sums, squares, n])
-        merged: torch.Tensor = _Sum.apply(local, self.total, self.share, self.name)
-        channels = wide.shape[1]
-        n = merged[-1].detach()
-        mean = merged[:channels] / n
-        variance = (merged[channels:-1] / n - mean * mean).clamp(min=0.0)
-        self._track(mean.detach(), variance.detach() * (n / (n - 1).clamp(min=1.0)))
-        scale = torch.rsqrt(variance + self.eps) * self.weight.double()
-        shift = self.bias.double() - mean * scale
-        result = wide * scale.to(wide.dtype)[:, None, None] + shift.to(wide.dtype)[:, None, None]
-        return result.to(input.dtype)
+        self._check_input_dim(input)
+        n, mean, variance = self._statistics(input.detach())
+        self._track(mean, variance * (n / (n - 1).clamp(min=1.0)))
+        scale = torch.rsqrt(variance + self.eps)
+        result: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, mean, scale, n, self)
+        return result
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 (as in torch)
+        if input.ndim < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.ndim}")
+
+    def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return count, mean and variance of the global batch, in float64."""
+        x, axes = wide(x), axes_of(x)
+        channels = x.shape[1]
+        count = x.numel() // channels
+        mean = x.sum(axes) / max(count, 1)
+        squares = (x - per_channel(mean, x)).square().sum(axes)
+        rows = x.new_zeros(self.size, 2 * channels + 1)
+        rows[self.rank] = torch.cat([x.new_tensor([count]), mean, squares])
+        rows = self.total(rows, f"{self.name}.forward").double()
+        counts, means, squares = rows.split([1, channels, channels], dim=1)
+        n = counts.sum()
+        whole = (counts * means).sum(0) / n
+        return n, whole, (squares + counts * (means - whole).square()).sum(0) / n
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        if not self.track_running_stats or self.num_batches_tracked is None:
+            return
         assert self.running_mean is not None and self.running_var is not None
-        assert self.momentum is not None and self.num_batches_tracked is not None
         self.num_batches_tracked += 1
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
+        # None: the mean of all batches.
+        factor = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalise the part of this rank by the statistics of the global batch.
+
+    Each rank's loss depends on every rank's input, so the gradient needs sums over all ranks, of
+    the losses with their weights in the global batch. They are divided by this rank's weight,
+    because all gradients of this rank are multiplied by that at the end of the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        scale: torch.Tensor,
+        n: torch.Tensor,
+        layer: SyncBatchNorm,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, mean, scale, n)
+        ctx.layer = layer
+        normal = normalized(x, mean, scale)
+        if weight is not None:
+            normal = normal * per_channel(weight, normal)
+        if bias is not None:
+            normal = normal + per_channel(bias, normal)
+        return normal.to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, scale, n = ctx.saved_tensors
+        layer, share, axes = ctx.layer, ctx.layer.share(), axes_of(x)
+        normal, gradient = normalized(x, mean, scale), wide(gradient)
+        of_bias, of_weight = gradient.sum(axes), (gradient * normal).sum(axes)
+        mine = torch.cat([of_bias, of_weight]).double()
+        mine = mine * share if share else torch.zeros_like(mine)  # may be nan
+        means = layer.total(mine, f"{layer.name}.backward") / (n * (share or 1.0))
+        shift, slope = means.chunk(2)
+        gradient = gradient - per_channel(shift, normal) - normal * per_channel(slope, normal)
+        scale = scale if weight is None else scale * weight.double()
+        gradients = (gradient * per_channel(scale, normal), of_weight, of_bias)
+        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+        return tuple(value if is_wanted else None for value, is_wanted in wanted) + (None,) * 4
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def axes_of(x: torch.Tensor) -> list[int]:
+    """Return all dimensions but that of the channels."""
+    return [axis for axis in range(x.ndim) if axis != 1]
+
+
+def per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return a vector with a value per channel in the type of ``x``, broadcast along the others."""
+    return values.to(x.dtype).view([-1] + [1] * (x.ndim - 2))
+
+
+def normalized(x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` with the mean 0 and the variance 1."""
+    x = wide(x)
+    return (x - per_channel(mean, x)) * per_channel(scale, x)
+
+
+SyncBatchNorm2d = SyncBatchNorm  # its name in ``adapter.py``
 
 
 def convert(model: nn.Module, total: SumOverRanks, share: Weight) -> int:
-    """Convert every ``nn.BatchNorm2d`` in ``model``, in place; return their number.
+    """Convert every BatchNorm layer in ``model``, in place; return their number.
 
     Parameters and buffers remain the same objects, so an existing optimizer stays valid.
     """
-    number = 0
+    number, launch = 0, detect(os.environ)
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.__class__ = SyncBatchNorm2d
-            assert isinstance(module, SyncBatchNorm2d)
+        if isinstance(module, _BatchNorm):
+            module.__class__ = SyncBatchNorm
+            assert isinstance(module, SyncBatchNorm)
             module.total, module.share, module.name = total, share, f"batchnorm.{number}"
+            module.rank, module.size = launch.rank, launch.size  # the world's (``check_launch``)
             number += 1
+    if not number and launch.is_root:
+        log.warning("--sync-batchnorm has no effect: the model has no BatchNorm layer of PyTorch")
     return number

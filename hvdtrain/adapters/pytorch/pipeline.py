@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_cuts
 from hvdtrain.adapters.pytorch.adapter import TorchView, tensor_of
 from hvdtrain.adapters.pytorch.pipeline_schedule import Pipeline
-from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
+from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView, broadcast
 from hvdtrain.adapters.state_view import Take, compare, digests_of
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.collectives.torch_distributed import Subgroup, TorchDistributed
@@ -109,9 +108,7 @@ class PipelineAdapter(ShardedAdapter):
         except UsageError as error:
             raise agreed(error) from None  # raised alike on every rank
         for value in TorchView(self, model).tensors().values():  # afterwards no rank has them all
-            sent = value.detach().contiguous()
-            dist.broadcast(sent, src=0)
-            value.data.copy_(sent)
+            broadcast(value)
         pipeline = Pipeline(
             model,
             stages[self.world.stage],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import Subgroup
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import bounds
+from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.system.runtime.waits import SUM
 
 FORWARD = "the forward pass through the stages"
@@ -103,9 +104,9 @@ class Pipeline(UpdateSums, Wrapper):
         for value in state.values():
             if id(value) in self.freed:
                 value.data = value.data.new_empty(0)
-        self._trained = [
-            value for name, value in state.items() if name in self._names and value.requires_grad
-        ]
+        # Each once: tied parameters have several names.
+        mine = {id(state[name]): state[name] for name in self._names}
+        self._trained = [value for value in mine.values() if value.requires_grad]
         self._layouts: dict[Any, Layout] = {}
         self._root = torch.zeros((), device=adapter.device, requires_grad=True)
         self._summing = True
@@ -123,10 +124,9 @@ class Pipeline(UpdateSums, Wrapper):
         """Return the output of the last stage for the batch ``x``, on all ranks of the group."""
         number = max(1, min(self._micro_batches, len(x)))
         cuts = [slice(*bounds(len(x), index, number)) for index in range(number)]
-        training = self.module.training
-        with self.adapter.waits.during(FORWARD):
-            if not len(x):  # BatchNorm would divide by zero
-                self.module.eval()
+        # Without samples BatchNorm would divide by zero.
+        mode = nullcontext() if len(x) else _evaluating(self.module)
+        with self.adapter.waits.during(FORWARD), mode:
             passes = Passes(cuts, self._kind(x))
             inputs = self._expect("input", passes, self._rank(-1)) if self.stage else []
             for index, cut in enumerate(cuts):
@@ -135,7 +135,6 @@ class Pipeline(UpdateSums, Wrapper):
             self._wait([work for work, _ in passes.sent])
             passes.sent.clear()
             result = self._share(len(x), passes)
-            self.module.train(training)
         if not torch.is_grad_enabled():
             return result
         self.most = max(self.most, number)
@@ -190,6 +189,13 @@ class Pipeline(UpdateSums, Wrapper):
 
         The last stage uses ``gradient``, that of the whole output.
         """
+        if not passes.kept:
+            raise agreed(
+                UsageError(
+                    "--strategy pipeline: a second backward pass from one output of the model: sum "
+                    "the losses, or call the model again"
+                )
+            )
         with self.adapter.waits.during(SUM):
             weight = self.adapter.part_weight
             before = [parameter.grad for parameter in self._trained]
@@ -335,6 +341,18 @@ class Passes:
     kind: Any  # key of the layouts of messages between stages
     kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # input, output
     sent: list[Any] = field(default_factory=list)  # requests and messages under way
+
+
+@contextmanager
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Set all layers of ``module`` to evaluation within the block; some may be so already."""
+    layers = [(layer, layer.training) for layer in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer, training in layers:
+            layer.training = training
 
 
 class _Backward(torch.autograd.Function):

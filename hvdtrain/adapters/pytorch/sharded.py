@@ -258,6 +258,13 @@ class ShardedView(TorchView):
             self.adapter.rank_buffers = ranks
 
 
+def broadcast(value: torch.Tensor) -> None:
+    """Set ``value`` to rank 0's on all ranks; as bytes, since Gloo has no int16, for one."""
+    sent = value.detach().contiguous()
+    dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
+    value.data.copy_(sent)
+
+
 class Writer:
     """Writes one rank's files of a checkpoint.
 

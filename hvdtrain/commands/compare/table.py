@@ -123,9 +123,11 @@ def _compare_with_baseline(
         base = next((m for m in rows if m.is_baseline and (m.framework, m.precision) == kind), None)
         if base is None or not row.available:
             continue
+        # A repeat may have failed, so they need not count from 1.
         distances = [
-            distance(losses.get((method, number), {}), losses.get((base, number), {}))
-            for number in range(1, row.repeats + 1)
+            distance(curve, losses.get((base, number), {}))
+            for (curve_of, number), curve in losses.items()
+            if curve_of == method
         ]
         rows[method] = replace(
             row,

@@ -67,6 +67,39 @@ def test_the_mean_is_weighted_by_samples_if_there_are_any(
             assert (mean[name].dtype, mean[name].shape) == (value.dtype, value.shape)
 
 
+def test_without_samples_all_ranks_weigh_the_same(on_ranks: Any) -> None:
+    """As in a loop with a sampler of its own, which nothing counts."""
+
+    def act(communicator: Communicator) -> Arrays:
+        return mean_buffers(communicator, local_of(communicator.rank), 0)
+
+    for mean in on_ranks(3, act):
+        assert mean["mean"].tolist() == [[2, 4], [8, 16]]
+        assert mean["scalar"] == 10.0
+        assert mean["half"].tolist() == [1, -1]
+
+
+@pytest.mark.parametrize("seen", [(3, 0, 1), (0, 0, 0)])
+def test_what_is_equal_on_all_ranks_stays_so(on_ranks: Any, seen: tuple[int, ...]) -> None:
+    """A mean of equal values is rounded, that of infinities and none is nan."""
+    equal = {
+        "mask": np.triu(np.full((3, 3), -np.inf, np.float32), 1),
+        "odd": np.array([0.1, -0.0, np.nan, 1e308]),
+        "tables": np.arange(3, dtype=np.int16),
+    }
+
+    def act(communicator: Communicator) -> Arrays:
+        rank = communicator.rank
+        own = np.array([-np.inf, float(rank), 1.0])
+        return mean_buffers(communicator, {**equal, "own": own}, seen[rank])
+
+    for mean in on_ranks(3, act):
+        for name, value in equal.items():
+            assert mean[name].dtype == value.dtype
+            assert mean[name].tobytes() == value.tobytes(), name
+        assert mean["own"].tolist() == [-np.inf, 0.5 if any(seen) else 1.0, 1.0]
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_each_rank_finds_its_own_row_again(on_ranks: Any, size: int) -> None:
     def act(communicator: Communicator) -> tuple[Arrays, Any]:
@@ -95,8 +128,7 @@ def test_on_another_world_size_no_row_is_anybodys() -> None:
     assert separate_buffers(Checkpoint({}, {"momentum": np.ones(1)}))[1] == {}
 
 
-def test_without_sample_counts_the_mean_is_resumed() -> None:
-    """So earlier versions saved a pipeline whose first stage has no buffers."""
-    saved = {"momentum": np.ones(1), "rank_buffers/mean": np.ones((2, 3))}
-    optimizer, ranks = separate_buffers(Checkpoint({"mean": np.ones(3)}, saved))
-    assert (set(optimizer), ranks) == ({"momentum"}, {})
+def test_buffers_without_sample_counts_are_refused() -> None:
+    saved = {"rank_buffers/mean": np.ones((2, 3))}
+    with pytest.raises(KeyError, match="rank_samples"):
+        separate_buffers(Checkpoint({"mean": np.ones(3)}, saved))

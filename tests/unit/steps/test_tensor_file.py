@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.errors import UsageError
 from hvdtrain.steps.tensor_file import ArraySpec, TensorFile, file_digest, stored
 
 ARRAYS = {
@@ -20,6 +22,8 @@ ARRAYS = {
     "empty": np.zeros((0, 4), np.float32),
     "half": np.array([1, 2.5], np.float16),
     "flags": np.array([True, False, True]),
+    "complex": np.array([1 + 2j], np.complex64),
+    **{kind: np.arange(3, dtype=kind) for kind in ("i1", "u1", "i2", "u2", "i4", "u4", "u8")},
 }
 
 
@@ -39,6 +43,14 @@ def test_the_library_reads_the_file(tmp_path: Path) -> None:
     for name, value in ARRAYS.items():
         assert (loaded[name].dtype, loaded[name].shape) == (value.dtype, value.shape)
         assert loaded[name].tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("kind", [np.complex128, np.longdouble, "datetime64[s]"])
+def test_a_type_without_a_name_in_the_format_is_refused(kind: Any, tmp_path: Path) -> None:
+    """Otherwise nothing could read the file."""
+    with pytest.raises(UsageError, match=r"^odd is of type \w+(\[s\])?, which safetensors cannot"):
+        written(tmp_path / "a.safetensors", {"even": np.ones(2), "odd": np.zeros(2, kind)})
+    assert not list(tmp_path.iterdir())
 
 
 @given(rows=st.integers(0, 5), first=st.integers(0, 6), end=st.integers(0, 6))

@@ -159,6 +159,18 @@ def test_results_are_reported_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "horovod (pytorch): not available: no GPU" in text
 
 
+def test_the_loss_of_each_repeat_counts_after_one_that_failed(tmp_path: Path) -> None:
+    runs = [trial(method, repeat) for method in (SINGLE, DDP) for repeat in (1, 2, 3)]
+    failed = unavailable_trial(DDP, "exit code 9", failed=True)
+    trials = [failed if run.method == DDP and run.repeat == 1 else run for run in runs]
+    write(tmp_path, trials)
+    stem = run_stem(tmp_path, DDP.name, 3)
+    step = {"kind": "step", "step": 1, "loss": 4.0}
+    stem.with_name(stem.name + ".jsonl").write_text(json.dumps(step) + "\n")
+    ddp = make_rows(trials, folder=tmp_path)[1]
+    assert (ddp.repeats, ddp.loss_distance) == (2, 2.0)  # the median of 2 - 1 and 4 - 1
+
+
 def test_a_failed_row_is_a_failure(tmp_path: Path) -> None:
     write(tmp_path, [trial(SINGLE), unavailable_trial(DDP, "exit code 9", failed=True)])
     assert cli.main(["compare", "--out", str(tmp_path), "--json"]) == 1
