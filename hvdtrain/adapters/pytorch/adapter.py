@@ -5,6 +5,7 @@ Precision, clipping and accumulation are in ``tasks/training_step_pytorch.py``.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,9 @@ from hvdtrain.steps.tensor_file import ArraySpec
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.output.text import plural
+
+
+IS_TRAINED = operator.attrgetter("requires_grad")  # of a parameter; mapped, it costs little
 
 
 class Wrapper(torch.nn.Module):
