@@ -22,7 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import Flags
-from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter
+from hvdtrain.adapters.pytorch.adapter import (
+    IS_TRAINED,
+    PyTorchAdapter,
+    parameters_of,
+    unwrapped,
+)
 from hvdtrain.adapters.pytorch.sums import TYPES, agreed, fill
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import TorchDistributed
@@ -62,10 +67,30 @@ class DdpAdapter(PyTorchAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        wrapped = WeightedDdp(model, self)
-        self.add_sums(wrapped)
-        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
+        wrapped = self._wrapped(model)
+        wrapped.check_summed(optimizer)
+        groups = len(optimizer.param_groups)
+
+        def check(optimizer: Any, *_: Any) -> None:
+            self._check_pass()
+            if len(optimizer.param_groups) > groups or any(map(IS_TRAINED, wrapped.frozen)):
+                wrapped.check_summed(optimizer)
+
+        optimizer.register_step_pre_hook(check)
         return wrapped, optimizer
+
+    def _wrapped(self, model: Any) -> WeightedDdp:
+        """Return the wrapper of the model: that of an earlier call if the same is trained."""
+        module = unwrapped(model)
+        parameters = {id(value) for value in module.parameters()}
+        for known in self.gradient_sums:
+            if known.module is module and known.is_current():
+                return known
+            if any(id(value) in parameters for value in known.parameters()):
+                known.release()
+        wrapped = WeightedDdp(module, self)
+        self.add_sums(wrapped)
+        return wrapped
 
     @override
     def compile(self, task: Any) -> None:
@@ -104,13 +129,14 @@ class DdpAdapter(PyTorchAdapter):
 
     def add_sums(self, sums: Any) -> None:
         """Use the gradient sums of a model while it exists."""
-        self._references = [weakref.ref(known) for known in (*self.gradient_sums, sums)]
+        others = (known for known in self.gradient_sums if known is not sums)
+        self._references = [weakref.ref(known) for known in (*others, sums)]
 
     @property
     @override
     def gradient_sums(self) -> Sequence[Any]:
         known = (reference() for reference in self._references)
-        return [sums for sums in known if sums is not None]
+        return [sums for sums in known if sums is not None and not sums.released]
 
 
 class ModelSums:
@@ -119,6 +145,7 @@ class ModelSums:
     adapter: DdpAdapter
     blocked_seconds = 0.0
     messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
+    released = False  # the model is summed anew
 
     @contextmanager
     def blocked(self, call: str = "") -> Iterator[None]:
@@ -159,6 +186,9 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         # Convolutions produce such gradients; each is copied into its bucket.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         self.adapter = adapter
+        self._trained = {id(value) for value in model.parameters() if value.requires_grad}
+        self.frozen = [value for value in model.parameters() if not value.requires_grad]
+        self.register_forward_pre_hook(_check_released)
         # Sums under way: work, future, message, and the type of the gradients.
         self._sums: list[tuple[Any, Any, torch.Tensor, torch.dtype]] = []
         self._trouble: UsageError | None = None
@@ -166,6 +196,25 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self.register_comm_hook(
             weakref.ref(self), lambda model, bucket: model()._start_sum(bucket.buffer())
         )
+
+    def is_current(self) -> bool:
+        """Return whether the parameters that are trained now are those that DDP sums."""
+        return self._trained == {id(value) for value in self.parameters() if value.requires_grad}
+
+    def check_summed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` if a trained parameter, also of ``optimizer``, is not summed."""
+        values = (*self.frozen, *parameters_of(optimizer))
+        if any(value.requires_grad and id(value) not in self._trained for value in values):
+            raise UsageError(
+                f"--strategy {self.adapter.name} sums only the gradients of parameters that are of "
+                "the model and trained in step 5: after unfreezing some, or adding some to the "
+                "optimizer, call distribute_optimizer again, with a new optimizer"
+            )
+
+    def release(self) -> None:
+        """Sum no gradients any more."""
+        self._remove_autograd_hooks()
+        self.released = True
 
     def _start_sum(self, gradients: torch.Tensor) -> Any:
         """Start summing a bucket over all ranks, in place; before the first, the flags."""
@@ -202,6 +251,13 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self.messages = {"count": len(sizes), "bytes": sum(sizes)}
         if self._trouble:
             raise self._trouble
+
+
+def _check_released(model: Any, *_: Any) -> None:
+    if model.released:
+        raise UsageError(
+            "distribute_optimizer was called again for this model: use the one that it returned"
+        )
 
 
 @functools.cache
