@@ -61,6 +61,17 @@ class FsdpAdapter(ShardedAdapter):
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         self.check_optimizer(model, optimizer, "shards the parameters")
+        sums = next((known for known in self.gradient_sums if known.model is model), None)
+        sums = sums or self._shard(model, optimizer)
+        if isinstance(optimizer, torch.optim.SGD):  # its fused kernel does not support DTensor
+            optimizer._step_supports_amp_scaling = False
+            for group in optimizer.param_groups:
+                group["fused"] = None
+        self.register(model, optimizer, sums, RowsView)
+        return model, optimizer
+
+    def _shard(self, model: Any, optimizer: Any) -> Communication:
+        """Shard a model that is not yet, and let the optimizer have its new parameters."""
         check_parameters(model)
         names = {id(value): name for name, value in model.named_parameters()}
         # After sharding no rank has them whole.
@@ -68,10 +79,6 @@ class FsdpAdapter(ShardedAdapter):
             if not value.is_contiguous():  # fully_shard takes no other
                 value.data = value.data.contiguous()
             dist.broadcast(value.detach(), src=0)
-        if isinstance(optimizer, torch.optim.SGD):  # its fused kernel does not support DTensor
-            optimizer._step_supports_amp_scaling = False
-            for group in optimizer.param_groups:
-                group["fused"] = None
         mesh = init_device_mesh(self.device.type, (self.world.size,))
         for unit in (*units(model), model):
             fully_shard(unit, mesh=mesh)
@@ -79,8 +86,7 @@ class FsdpAdapter(ShardedAdapter):
         now = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [now[names[id(value)]] for value in group["params"]]
-        self.register(model, optimizer, Communication(model, self), RowsView)
-        return model, optimizer
+        return Communication(model, self)
 
     @override
     def compile(self, task: Any) -> None:
