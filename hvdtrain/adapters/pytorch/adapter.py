@@ -25,7 +25,6 @@ from hvdtrain.system.machine import accelerator
 from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.output.text import plural
 
-
 IS_TRAINED = operator.attrgetter("requires_grad")  # of a parameter; mapped, it costs little
 
 

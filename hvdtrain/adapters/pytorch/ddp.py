@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import Flags
@@ -189,6 +190,8 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self._trained = {id(value) for value in model.parameters() if value.requires_grad}
         self.frozen = [value for value in model.parameters() if not value.requires_grad]
         self.register_forward_pre_hook(_check_released)
+        self.register_forward_hook(_watch_passes)
+        self.due = False  # a forward pass was made whose gradients are to be summed
         # Sums under way: work, future, message, and the type of the gradients.
         self._sums: list[tuple[Any, Any, torch.Tensor, torch.dtype]] = []
         self._trouble: UsageError | None = None
@@ -216,6 +219,30 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self._remove_autograd_hooks()
         self.released = True
 
+    def check_pass(self, _: torch.Tensor) -> None:
+        """Raise ``UsageError`` at the end of a backward pass that has left local gradients.
+
+        DDP sums those of the first backward pass after a forward pass.
+        """
+        if self.due or not self.require_backward_grad_sync:
+            return
+        self.due = True  # checked once
+        gradients = [(value, value.grad) for value in self.parameters()]
+        before = [(grad, grad._version if grad is not None else 0) for _, grad in gradients]
+
+        def check() -> None:
+            self.due = False
+            now = [value.grad for value, _ in gradients]
+            for gradient, (known, version) in zip(now, before, strict=True):
+                if gradient is not known or (known is not None and known._version != version):
+                    raise UsageError(
+                        f"--strategy {self.adapter.name} sums the gradients of one backward pass "
+                        "per forward pass: sum the losses before backward(), or call the model "
+                        "again before each"
+                    )
+
+        torch.autograd.Variable._execution_engine.queue_callback(check)
+
     def _start_sum(self, gradients: torch.Tensor) -> Any:
         """Start summing a bucket over all ranks, in place; before the first, the flags."""
         try:
@@ -241,6 +268,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
 
     def _finish(self) -> None:
         """Wait for the sums of this pass; DDP then copies them to the gradients."""
+        self.due = False
         sums, self._sums = self._sums, []
         with self.blocked(SUM):
             for work, future, message, kind in sums:
@@ -251,6 +279,15 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self.messages = {"count": len(sizes), "bytes": sum(sizes)}
         if self._trouble:
             raise self._trouble
+
+
+def _watch_passes(model: Any, _: Any, output: Any) -> None:
+    """Check each backward pass through ``output``."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        model.due = model.require_backward_grad_sync
+        for value in _pytree.tree_leaves(output):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                value.register_hook(model.check_pass)
 
 
 def _check_released(model: Any, *_: Any) -> None:

@@ -157,6 +157,34 @@ def two_optimizers(distribute: Distribute, epoch: Epoch) -> Any:
     return used
 
 
+def two_passes(distribute: Distribute, epoch: Epoch) -> Any:
+    """Make two backward passes after one forward pass."""
+    used = net()
+    used, optimizer = distribute(used, sgd(used))
+    for part in epoch(0):
+        optimizer.zero_grad()
+        output = used(inputs := x[part.indices].requires_grad_())
+        # The gradients of the input alone are no pass.
+        torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+        (output - y[part.indices]).square().mean().backward(retain_graph=True)
+        torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+        output.abs().mean().backward()
+        optimizer.step()
+    return used
+
+
+def two_forward_passes(distribute: Distribute, epoch: Epoch) -> Any:
+    used = net()
+    used, optimizer = distribute(used, sgd(used))
+    for part in epoch(0):
+        optimizer.zero_grad()
+        outputs = [used(x[part.indices]) for _ in range(2)]
+        for output in outputs:
+            (output - y[part.indices]).square().mean().backward()
+        optimizer.step()
+    return used
+
+
 def replaced() -> None:
     """The optimizer of an earlier phase is told from the one that is used now."""
     model = net()
@@ -174,17 +202,26 @@ CASES = [
     a_frozen_group_added,
     others_are_zeroed_by_the_model,
     two_optimizers,
+    two_passes,
+    two_forward_passes,
 ]
-# Refused by strategies that sum what was trained in step 5 alone.
-LATE = {"ddp": {frozen_at_first, a_frozen_group_added}}
-LATE["zero"] = {*LATE["ddp"], a_group_added}
+# What strategies refuse that sum what was trained in step 5 alone, and once per forward pass.
+LATE, AGAIN = ("trained in step 5", "distribute_optimizer again"), ("one backward pass per",)
+REFUSED = {
+    "ddp": {
+        frozen_at_first: LATE,
+        a_frozen_group_added: LATE,
+        two_passes: AGAIN,
+        two_forward_passes: AGAIN,
+    }
+}
+REFUSED["zero"] = {**REFUSED["ddp"], a_group_added: LATE}
 
 
 def compare(case: Callable[[Distribute, Epoch], Any]) -> None:
     expected = case(lambda *both: both, Shards(SAMPLES, BATCH, seed=3).epoch).state_dict()
     shards = hvd.shard_data(SAMPLES, global_batch=BATCH, seed=3)
-    if case in LATE.get(strategy, ()):
-        words = ("trained in step 5", "distribute_optimizer again")
+    if words := REFUSED.get(strategy, {}).get(case):
         return expect_error(lambda: case(hvd.distribute_optimizer, shards.epoch), *words)
     model = case(hvd.distribute_optimizer, shards.epoch)
     hvd.check_replicas(model)
