@@ -195,6 +195,14 @@ class PyTorchAdapter(CommonAdapter):
         self.check_threads()
         return f"cpu, {plural(self.threads, 'thread')}"
 
+    @override
+    def check_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if not any(map(IS_TRAINED, parameters_of(optimizer))):
+            raise UsageError(
+                "distribute_optimizer: no parameter of the optimizer has requires_grad, so nothing "
+                "would be trained: freeze after this call what is to be trained later"
+            )
+
     @property
     @override
     def peak_memory_bytes(self) -> int:

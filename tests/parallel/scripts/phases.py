@@ -30,6 +30,7 @@ y = torch.randn(SAMPLES, 1, dtype=torch.float64)
 
 Distribute = Callable[[Any, Any], tuple[Any, Any]]
 Epoch = Callable[[int], Iterable[Part]]
+Case = Callable[[Distribute, Epoch], Any]
 
 
 def net() -> Any:
@@ -185,6 +186,13 @@ def two_forward_passes(distribute: Distribute, epoch: Epoch) -> Any:
     return used
 
 
+def refused() -> None:
+    """Step 5 tells what would fail, or train nothing, later."""
+    model = net()
+    optimizer = sgd(model.requires_grad_(False))
+    expect_error(lambda: hvd.distribute_optimizer(model, optimizer), "nothing would be trained")
+
+
 def replaced() -> None:
     """The optimizer of an earlier phase is told from the one that is used now."""
     model = net()
@@ -193,7 +201,7 @@ def replaced() -> None:
     expect_error(optimizer.step, "same parameters", "use that one")
 
 
-CASES = [
+CASES: list[Case] = [
     an_optimizer_per_phase,
     the_head_first,
     frozen_at_first,
@@ -207,7 +215,7 @@ CASES = [
 ]
 # What strategies refuse that sum what was trained in step 5 alone, and once per forward pass.
 LATE, AGAIN = ("trained in step 5", "distribute_optimizer again"), ("one backward pass per",)
-REFUSED = {
+REFUSED: dict[str, dict[Case, tuple[str, ...]]] = {
     "ddp": {
         frozen_at_first: LATE,
         a_frozen_group_added: LATE,
@@ -218,7 +226,7 @@ REFUSED = {
 REFUSED["zero"] = {**REFUSED["ddp"], a_group_added: LATE}
 
 
-def compare(case: Callable[[Distribute, Epoch], Any]) -> None:
+def compare(case: Case) -> None:
     expected = case(lambda *both: both, Shards(SAMPLES, BATCH, seed=3).epoch).state_dict()
     shards = hvd.shard_data(SAMPLES, global_batch=BATCH, seed=3)
     if words := REFUSED.get(strategy, {}).get(case):
@@ -236,6 +244,8 @@ names = sys.argv[2:]
 for case in CASES:
     if not names or case.__name__ in names:
         compare(case)
-if strategy in ("horovod", "mpi"):
-    replaced()
+if not names:
+    refused()
+    if strategy in ("horovod", "mpi"):
+        replaced()
 Path(sys.argv[1], f"{world.rank}-of-{world.size}").touch()
