@@ -202,6 +202,11 @@ class PyTorchAdapter(CommonAdapter):
                 "distribute_optimizer: no parameter of the optimizer has requires_grad, so nothing "
                 "would be trained: freeze after this call what is to be trained later"
             )
+        if isinstance(optimizer, torch.optim.SparseAdam) and self.world.devices > 1:
+            raise UsageError(
+                "distribute_optimizer: SparseAdam takes only sparse gradients, the sum over the "
+                "ranks is dense: use torch.optim.Adam"
+            )
 
     @property
     @override

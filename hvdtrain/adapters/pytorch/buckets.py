@@ -115,6 +115,7 @@ class Bucket:
         if gradient is None or factor == 0:  # a mean over nothing is nan: 0 times it would be too
             view.zero_()
         else:
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
             torch.mul(gradient.detach(), factor, out=view)
         if gradient is None:
             self.holders[index : index + 1].zero_()  # assigning a host value would synchronize

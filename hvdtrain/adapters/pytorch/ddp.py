@@ -171,6 +171,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
 
     def __init__(self, model: torch.nn.Module, adapter: DdpAdapter) -> None:
         _silence_unused_warning(adapter.device)
+        make_dense(model)
         with warnings.catch_warnings():
             # The replacement of broadcast_buffers still sends them once.
             warnings.simplefilter("ignore", FutureWarning)
@@ -308,6 +309,13 @@ def _silence_unused_warning(device: torch.device) -> None:
     wrapped = DistributedDataParallel(layer, find_unused_parameters=True, init_sync=False)
     with stderr.without(lambda _: True):
         wrapped(torch.zeros(1, 1, device=device))
+
+
+def make_dense(model: torch.nn.Module) -> None:
+    """Make the gradients of embeddings dense: sparse ones cannot be summed."""
+    for layer in model.modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            layer.sparse = False
 
 
 def weigh(gradients: torch.Tensor, weight: float) -> None:

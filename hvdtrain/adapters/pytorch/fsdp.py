@@ -31,7 +31,7 @@ from hvdtrain.adapters.pytorch.adapter import (
     parameters_of,
     tensor_of,
 )
-from hvdtrain.adapters.pytorch.ddp import weigh
+from hvdtrain.adapters.pytorch.ddp import make_dense, weigh
 from hvdtrain.adapters.pytorch.sharded import (
     Piece,
     ShardedAdapter,
@@ -73,6 +73,7 @@ class FsdpAdapter(ShardedAdapter):
     def _shard(self, model: Any, optimizer: Any) -> Communication:
         """Shard a model that is not yet, and let the optimizer have its new parameters."""
         check_parameters(model)
+        make_dense(model)
         names = {id(value): name for name, value in model.named_parameters()}
         # After sharding no rank has them whole.
         for value in TorchView(self, model).tensors().values():

@@ -186,11 +186,39 @@ def two_forward_passes(distribute: Distribute, epoch: Epoch) -> Any:
     return used
 
 
+class Words(torch.nn.Module):
+    """An embedding whose gradients are sparse, tied to no other layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table, self.head = torch.nn.Embedding(6, 3, sparse=True), torch.nn.Linear(3, 1)
+        self.double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table((inputs[:, 0] * 9).long() % 6))
+
+
+def sparse_gradients(distribute: Distribute, epoch: Epoch) -> Any:
+    """Also accumulated over parts."""
+    used: Any = Words()
+    used, optimizer = distribute(used, sgd(used))
+    for number in range(2):
+        update(used, optimizer, epoch(number))
+        for part in epoch(number):
+            backward(used, part)
+    optimizer.step()
+    return used
+
+
 def refused() -> None:
     """Step 5 tells what would fail, or train nothing, later."""
     model = net()
     optimizer = sgd(model.requires_grad_(False))
     expect_error(lambda: hvd.distribute_optimizer(model, optimizer), "nothing would be trained")
+    words = Words()
+    adam = torch.optim.SparseAdam(words.table.parameters())
+    expect_error(lambda: hvd.distribute_optimizer(words, adam), "SparseAdam", "torch.optim.Adam")
 
 
 def replaced() -> None:
@@ -212,6 +240,7 @@ CASES: list[Case] = [
     two_optimizers,
     two_passes,
     two_forward_passes,
+    sparse_gradients,
 ]
 # What strategies refuse that sum what was trained in step 5 alone, and once per forward pass.
 LATE, AGAIN = ("trained in step 5", "distribute_optimizer again"), ("one backward pass per",)
