@@ -5,9 +5,12 @@ Precision, clipping and accumulation are in ``tasks/training_step_pytorch.py``.
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,8 @@ from hvdtrain.steps.tensor_file import ArraySpec
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.output.text import plural
+
+log = logging.getLogger(__name__)
 
 IS_TRAINED = operator.attrgetter("requires_grad")  # of a parameter; mapped, it costs little
 
@@ -84,7 +89,9 @@ class TorchView(StateView):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers (no copies), by their names in a checkpoint."""
-        return dict(unwrapped(self.model).state_dict(keep_vars=True))
+        tensors = dict(unwrapped(self.model).state_dict(keep_vars=True))
+        check_saved(tensors)
+        return tensors
 
     @override
     def trained_names(self) -> set[str]:
@@ -197,6 +204,11 @@ class PyTorchAdapter(CommonAdapter):
 
     @override
     def check_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        check_saved(TorchView(self, model).tensors())
+        check_saved(dict(unwrapped(model).named_buffers()))
+        if isinstance(optimizer, torch.optim.LBFGS):
+            text = "LBFGS keeps lists, which no checkpoint holds: save with None as the optimizer"
+            self.communicator.on_root(lambda: log.warning(text))
         if not any(map(IS_TRAINED, parameters_of(optimizer))):
             raise UsageError(
                 "distribute_optimizer: no parameter of the optimizer has requires_grad, so nothing "
@@ -253,6 +265,30 @@ def layout_of(value: torch.Tensor) -> ArraySpec:
     return ArraySpec(torch.empty(0, dtype=value.dtype).numpy().dtype, tuple(value.shape))
 
 
+def check_saved(tensors: Mapping[str, Any]) -> None:
+    """Raise ``UsageError``, naming the first, if something of a model cannot be saved."""
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"{name} of the model is a {type(value).__name__}: checkpoints hold only tensors, "
+                "also as get_extra_state() returns them"
+            )
+        if not _is_in_numpy(value.dtype):
+            raise UsageError(
+                f"{name} of the model is {value.dtype}, which NumPy, and so a checkpoint, does not "
+                "have: keep it in float32 and compute under torch.autocast"
+            )
+
+
+@functools.cache
+def _is_in_numpy(kind: torch.dtype) -> bool:
+    try:
+        torch.empty(0, dtype=kind).numpy()
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
 def array_of(value: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the tensor as an array, which may share its memory."""
     return value.detach().cpu().contiguous().numpy()
@@ -271,11 +307,21 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> dict[str, torc
     if optimizer is None:
         return {}
     return {
-        f"{index}/{key}": torch.as_tensor(value)
+        f"{index}/{key}": _as_tensor(f"{type(optimizer).__name__}: {key}", value)
         for index, entries in sorted(optimizer.state_dict()["state"].items())
         for key, value in entries.items()
         if value is not None
     }
+
+
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, (list, tuple)):
+        with suppress(RuntimeError, TypeError, ValueError):
+            return torch.as_tensor(value)
+    raise UsageError(
+        f"{name} of the optimizer's state is a {type(value).__name__}: checkpoints hold only "
+        "tensors and numbers; save_checkpoint and broadcast_state take None as the optimizer"
+    )
 
 
 def tensor_of(value: Any) -> torch.Tensor:

@@ -219,6 +219,41 @@ def refused() -> None:
     words = Words()
     adam = torch.optim.SparseAdam(words.table.parameters())
     expect_error(lambda: hvd.distribute_optimizer(words, adam), "SparseAdam", "torch.optim.Adam")
+    model = net()
+    model[2].to(torch.bfloat16)
+    words_of_it = ("2.weight", "bfloat16", "torch.autocast")
+    expect_error(lambda: hvd.distribute_optimizer(model, sgd(model)), *words_of_it)
+    model = net()
+    model[1] = type("Counting", (torch.nn.Tanh,), {"get_extra_state": lambda _: {"calls": 3}})()
+    words_of_it = ("1._extra_state", "dict", "only tensors")
+    expect_error(lambda: hvd.distribute_optimizer(model, sgd(model)), *words_of_it)
+
+
+def lists_in_the_state(folder: Path) -> None:
+    """LBFGS is trained as in one process, and saved without its state."""
+    both = [net(), net()]
+    optimizers = [torch.optim.LBFGS(one.parameters(), max_iter=3) for one in both]
+    model, optimizers[0] = hvd.distribute_optimizer(both[0], optimizers[0])
+    for used, optimizer, shards in (
+        (model, optimizers[0], hvd.shard_data(SAMPLES, global_batch=SAMPLES)),
+        (both[1], optimizers[1], Shards(SAMPLES, SAMPLES)),
+    ):
+        for part in shards.epoch(0):
+
+            def closure(used: Any = used, optimizer: Any = optimizer, part: Part = part) -> Any:
+                optimizer.zero_grad()
+                backward(used, part)
+                return torch.zeros(())
+
+            optimizer.step(closure)
+    worst = max((a - b).abs().max() for a, b in zip(*(m.parameters() for m in both), strict=True))
+    assert worst < 1e-12
+    state = {"step": 1}
+    expect_error(
+        lambda: hvd.save_checkpoint(folder, model, optimizers[0], state=state),
+        *("LBFGS: old_dirs", "a list", "take None as the optimizer"),
+    )
+    hvd.save_checkpoint(folder, model, None, state=state)
 
 
 def replaced() -> None:
@@ -273,8 +308,9 @@ names = sys.argv[2:]
 for case in CASES:
     if not names or case.__name__ in names:
         compare(case)
-if not names:
+if not names or names == ["none"]:
     refused()
     if strategy in ("horovod", "mpi"):
         replaced()
+        lists_in_the_state(Path(sys.argv[1], "lbfgs"))
 Path(sys.argv[1], f"{world.rank}-of-{world.size}").touch()
