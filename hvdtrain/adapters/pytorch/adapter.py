@@ -20,7 +20,7 @@ from typing_extensions import override
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.profiler import Profiler, rank_facts
 from hvdtrain.adapters.pytorch import batchnorm
-from hvdtrain.adapters.state_view import HostCopies, StateView, Take, check_names
+from hvdtrain.adapters.state_view import HostCopies, StateView, Take, check_names, digests_of
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
 from hvdtrain.steps.tensor_file import ArraySpec
@@ -113,6 +113,25 @@ class TorchView(StateView):
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole of a tensor of the state, for ``export``."""
         return tensor
+
+    @override
+    def broadcast(self, optimizer: Any) -> str:
+        saved = {id(value) for value in self.tensors().values()}
+        buffers = unwrapped(self.model).named_buffers()
+        if unsaved := {name: value for name, value in buffers if id(value) not in saved}:
+            self.send(unsaved)
+        return super().broadcast(optimizer)
+
+    @torch.no_grad()
+    def send(self, buffers: Mapping[str, torch.Tensor]) -> str:
+        """Send rank 0's ``buffers`` to all ranks and compare them; return the common SHA-256."""
+        local = {name: array_of(value) for name, value in buffers.items()}
+        for name, sent in self.adapter.communicator.broadcast_arrays(local).items():
+            if sent.tobytes() != local[name].tobytes():  # expanded ones cannot be written
+                buffers[name].copy_(tensor_of(sent))
+        now = {name: array_of(value) for name, value in buffers.items()}
+        reason = "right after the broadcast: please report it"
+        return self.compare(digests_of(Checkpoint(now, {})), reason)
 
     @override
     def host_copies(self) -> HostCopies:

@@ -39,7 +39,7 @@ from hvdtrain.adapters.pytorch.sharded import (
     UpdateSums,
 )
 from hvdtrain.adapters.pytorch.sums import TYPES
-from hvdtrain.adapters.state_view import Take, digests_of
+from hvdtrain.adapters.state_view import Take
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.waits import SUM
@@ -111,13 +111,7 @@ class RowsView(ShardedView):
     @override
     def broadcast(self, optimizer: Any) -> str:
         # Step 5 has sent the parameters, and each rank has read its rows of a checkpoint.
-        local = {name: array_of(value) for name, value in self.model.named_buffers()}
-        sent = self.adapter.communicator.broadcast_arrays(local)
-        for name, value in self.model.named_buffers():
-            value.copy_(tensor_of(sent[name]))
-        return self.compare(
-            digests_of(Checkpoint(sent, {})), "right after the broadcast: please report it"
-        )
+        return self.send(dict(self.model.named_buffers()))
 
     @override
     def replicated(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
