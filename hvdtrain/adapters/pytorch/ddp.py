@@ -84,11 +84,14 @@ class DdpAdapter(PyTorchAdapter):
         """Return the wrapper of the model: that of an earlier call if the same is trained."""
         module = unwrapped(model)
         parameters = {id(value) for value in module.parameters()}
-        for known in self.gradient_sums:
+        sums = self.gradient_sums
+        for known in sums:
             if known.module is module and known.is_current():
                 return known
+        for known in sums:
             if any(id(value) in parameters for value in known.parameters()):
                 known.release()
+        self._references = [weakref.ref(known) for known in sums if not known.released]
         wrapped = WeightedDdp(module, self)
         self.add_sums(wrapped)
         return wrapped
@@ -137,7 +140,7 @@ class DdpAdapter(PyTorchAdapter):
     @override
     def gradient_sums(self) -> Sequence[Any]:
         known = (reference() for reference in self._references)
-        return [sums for sums in known if sums is not None and not sums.released]
+        return [sums for sums in known if sums is not None]
 
 
 class ModelSums:
@@ -146,7 +149,6 @@ class ModelSums:
     adapter: DdpAdapter
     blocked_seconds = 0.0
     messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
-    released = False  # the model is summed anew
 
     @contextmanager
     def blocked(self, call: str = "") -> Iterator[None]:
@@ -192,6 +194,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self.frozen = [value for value in model.parameters() if not value.requires_grad]
         self.register_forward_pre_hook(_check_released)
         self.register_forward_hook(_watch_passes)
+        self.released = False  # another wrapper sums the gradients
         self.due = False  # a forward pass was made whose gradients are to be summed
         # Sums under way: work, future, message, and the type of the gradients.
         self._sums: list[tuple[Any, Any, torch.Tensor, torch.dtype]] = []
