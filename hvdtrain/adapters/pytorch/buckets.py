@@ -190,7 +190,7 @@ class Buckets:
         weakref.finalize(optimizer, self.release)
 
     def _sum_all(self, optimizer: torch.optim.Optimizer) -> None:
-        self.own = parameters_of(optimizer)
+        self.parameters = parameters_of(optimizer)
         self.others = list(self._others_of(self))
         self._build()
 
@@ -201,9 +201,11 @@ class Buckets:
         self._frozen: list[Bucket] = []
         numbers = itertools.count()
         # One bucket at least is summed: the flags are in it.
-        of_optimizer = [value for value in self.own if value.requires_grad] or self.own
+        of_optimizer = [
+            value for value in self.parameters if value.requires_grad
+        ] or self.parameters
         used = {id(value) for value in (*of_optimizer, *filter(IS_TRAINED, self.others))}
-        for parameters, others in ((self.own, False), (self.others, True)):
+        for parameters, others in ((self.parameters, False), (self.others, True)):
             trained = [value for value in parameters if id(value) in used]
             frozen = [v for v in parameters if id(v) not in used and may_train(v)]
             for values, buckets in ((trained, self.buckets), (frozen, self._frozen)):
@@ -243,7 +245,7 @@ class Buckets:
             Whether some remain: an optimizer of which any is taken must not be used any more.
         """
         self.whole()
-        if any(id(value) in parameters for value in self.own):
+        if any(id(value) in parameters for value in self.parameters):
             self.replaced = True
             self.release()
         elif any(id(value) in parameters for value in self.others):
@@ -303,8 +305,8 @@ class Buckets:
         bucket.handle = self.sums.start(bucket.flat, bucket.name)
 
     def _holds_sums(self) -> bool:
-        own = [bucket for bucket in self.buckets if not bucket.others]
-        held = (bucket.before or [p.grad for p in bucket.parameters] for bucket in own)
+        mine = [bucket for bucket in self.buckets if not bucket.others]
+        held = (bucket.before or [p.grad for p in bucket.parameters] for bucket in mine)
         known = self._holds and not self._last.unclear
         return known and any(gradient is not None for row in held for gradient in row)
 
@@ -510,13 +512,13 @@ class BucketedAdapter(PyTorchAdapter):
 
     def _others_of(self, model: weakref.ref[Any], buckets: Buckets) -> list[torch.nn.Parameter]:
         """Leave to ``buckets`` what it sums; return the model's parameters that no others sum."""
-        own = {id(value) for value in buckets.own}
-        sums = [known for known in self.gradient_sums if known is buckets or known.leave(own)]
+        taken = {id(value) for value in buckets.parameters}
+        sums = [known for known in self.gradient_sums if known is buckets or known.leave(taken)]
         self._all_buckets = sums
         left = [known for known in sums if known is not buckets]
-        summed = {id(value) for known in left for value in (*known.own, *known.others)}
+        summed = {id(value) for known in left for value in (*known.parameters, *known.others)}
         parameters = () if (module := model()) is None else module.parameters()
-        return [value for value in parameters if id(value) not in own | summed]
+        return [value for value in parameters if id(value) not in taken | summed]
 
     @property
     @override
