@@ -159,6 +159,9 @@ class CommonAdapter(StateAdapter):
         """
         return values
 
+    def check_state(self, model: Any, optimizer: Any) -> None:
+        """Raise ``UsageError``, in step 5, if the two cannot be trained, sent or saved."""
+
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Return both, made to sum gradients over the ranks (two or more)."""
         raise NotImplementedError(f"{self.name} is for one process")
@@ -351,6 +354,7 @@ class CommonAdapter(StateAdapter):
         except UsageError as error:
             raise agreed(error) from None  # raised alike on every rank
         self.check_trained(model, optimizer)
+        self.check_state(model, optimizer)
         if optimizer in self._distributed:
             raise UsageError("distribute_optimizer: this optimizer is distributed already")
         several = self.world.devices > 1

@@ -26,6 +26,12 @@ def test_loops_of_users_equal_one_process_and_misuse_is_told(
     run_script(number, "own_loop.py", strategy, str(tmp_path), folder=tmp_path)
 
 
+@pytest.mark.parametrize("strategy", ["horovod", "mpi", "ddp", "zero", "fsdp"])
+def test_models_trained_in_phases_and_in_part(strategy: str, tmp_path: Path) -> None:
+    """Several optimizers of a model, frozen and unfrozen layers, parameters of no optimizer."""
+    run_script(2, "phases.py", strategy, str(tmp_path), folder=tmp_path)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_call_under_a_test_of_the_rank_ends_at_once(strategy: str, tmp_path: Path) -> None:
     outcome = resident.ranks(3, str(SCRIPTS / "own_loop.py"), strategy, str(tmp_path), "alone")

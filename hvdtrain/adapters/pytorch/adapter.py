@@ -5,8 +5,12 @@ Precision, clipping and accumulation are in ``tasks/training_step_pytorch.py``.
 
 from __future__ import annotations
 
+import functools
+import logging
+import operator
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,13 +20,17 @@ from typing_extensions import override
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.profiler import Profiler, rank_facts
 from hvdtrain.adapters.pytorch import batchnorm
-from hvdtrain.adapters.state_view import HostCopies, StateView, Take, check_names
+from hvdtrain.adapters.state_view import HostCopies, StateView, Take, check_names, digests_of
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
 from hvdtrain.steps.tensor_file import ArraySpec
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.output.text import plural
+
+log = logging.getLogger(__name__)
+
+IS_TRAINED = operator.attrgetter("requires_grad")  # of a parameter; mapped, it costs little
 
 
 class Wrapper(torch.nn.Module):
@@ -81,7 +89,9 @@ class TorchView(StateView):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers (no copies), by their names in a checkpoint."""
-        return dict(unwrapped(self.model).state_dict(keep_vars=True))
+        tensors = dict(unwrapped(self.model).state_dict(keep_vars=True))
+        check_saved(tensors)
+        return tensors
 
     @override
     def trained_names(self) -> set[str]:
@@ -103,6 +113,25 @@ class TorchView(StateView):
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole of a tensor of the state, for ``export``."""
         return tensor
+
+    @override
+    def broadcast(self, optimizer: Any) -> str:
+        saved = {id(value) for value in self.tensors().values()}
+        buffers = unwrapped(self.model).named_buffers()
+        if unsaved := {name: value for name, value in buffers if id(value) not in saved}:
+            self.send(unsaved)
+        return super().broadcast(optimizer)
+
+    @torch.no_grad()
+    def send(self, buffers: Mapping[str, torch.Tensor]) -> str:
+        """Send rank 0's ``buffers`` to all ranks and compare them; return the common SHA-256."""
+        local = {name: array_of(value) for name, value in buffers.items()}
+        for name, sent in self.adapter.communicator.broadcast_arrays(local).items():
+            if sent.tobytes() != local[name].tobytes():  # expanded ones cannot be written
+                buffers[name].copy_(tensor_of(sent))
+        now = {name: array_of(value) for name, value in buffers.items()}
+        reason = "right after the broadcast: please report it"
+        return self.compare(digests_of(Checkpoint(now, {})), reason)
 
     @override
     def host_copies(self) -> HostCopies:
@@ -192,6 +221,24 @@ class PyTorchAdapter(CommonAdapter):
         self.check_threads()
         return f"cpu, {plural(self.threads, 'thread')}"
 
+    @override
+    def check_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        check_saved(TorchView(self, model).tensors())
+        check_saved(dict(unwrapped(model).named_buffers()))
+        if isinstance(optimizer, torch.optim.LBFGS):
+            text = "LBFGS keeps lists, which no checkpoint holds: save with None as the optimizer"
+            self.communicator.on_root(lambda: log.warning(text))
+        if not any(map(IS_TRAINED, parameters_of(optimizer))):
+            raise UsageError(
+                "distribute_optimizer: no parameter of the optimizer has requires_grad, so nothing "
+                "would be trained: freeze after this call what is to be trained later"
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam) and self.world.devices > 1:
+            raise UsageError(
+                "distribute_optimizer: SparseAdam takes only sparse gradients, the sum over the "
+                "ranks is dense: use torch.optim.Adam"
+            )
+
     @property
     @override
     def peak_memory_bytes(self) -> int:
@@ -237,6 +284,30 @@ def layout_of(value: torch.Tensor) -> ArraySpec:
     return ArraySpec(torch.empty(0, dtype=value.dtype).numpy().dtype, tuple(value.shape))
 
 
+def check_saved(tensors: Mapping[str, Any]) -> None:
+    """Raise ``UsageError``, naming the first, if something of a model cannot be saved."""
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"{name} of the model is a {type(value).__name__}: checkpoints hold only tensors, "
+                "also as get_extra_state() returns them"
+            )
+        if not _is_in_numpy(value.dtype):
+            raise UsageError(
+                f"{name} of the model is {value.dtype}, which NumPy, and so a checkpoint, does not "
+                "have: keep it in float32 and compute under torch.autocast"
+            )
+
+
+@functools.cache
+def _is_in_numpy(kind: torch.dtype) -> bool:
+    try:
+        torch.empty(0, dtype=kind).numpy()
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
 def array_of(value: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the tensor as an array, which may share its memory."""
     return value.detach().cpu().contiguous().numpy()
@@ -255,11 +326,21 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> dict[str, torc
     if optimizer is None:
         return {}
     return {
-        f"{index}/{key}": torch.as_tensor(value)
+        f"{index}/{key}": _as_tensor(f"{type(optimizer).__name__}: {key}", value)
         for index, entries in sorted(optimizer.state_dict()["state"].items())
         for key, value in entries.items()
         if value is not None
     }
+
+
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, (list, tuple)):
+        with suppress(RuntimeError, TypeError, ValueError):
+            return torch.as_tensor(value)
+    raise UsageError(
+        f"{name} of the optimizer's state is a {type(value).__name__}: checkpoints hold only "
+        "tensors and numbers; save_checkpoint and broadcast_state take None as the optimizer"
+    )
 
 
 def tensor_of(value: Any) -> torch.Tensor:

@@ -19,17 +19,18 @@ import itertools
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.common_adapter import Flags, RankHooks
-from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter, parameters_of
+from hvdtrain.adapters.pytorch.adapter import IS_TRAINED, PyTorchAdapter, parameters_of
 from hvdtrain.adapters.pytorch.sums import TYPES, Compressed, Sums, agreed, fill
 from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.errors import UsageError
@@ -45,12 +46,25 @@ ZEROING = (GRAD_FN, torch.Tensor.requires_grad_, torch.Tensor.zero_)
 class Bucket:
     """Gradients of some parameters of one type and device, in one flat tensor.
 
-    The name is the same on all ranks; the parameters are in the expected order of their gradients.
+    The name is the same on all ranks; the parameters are in the expected order of their gradients,
+    those of the optimizer or ``others`` of its model.
     """
 
-    def __init__(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, name: str, parameters: list[torch.nn.Parameter], *, others: bool = False
+    ) -> None:
         self.name = name
-        self.parameters = parameters
+        self.parameters, self.others = parameters, others
+        self.handle: Any = None
+        self.missing: set[int] | None = None  # pending gradients; None between the passes
+        self.before: list[torch.Tensor | None] = []  # gradients before this pass
+        self.touched: set[int] = set()  # gradients to which this rank has added in this pass
+        self.zeroed = False  # while awaited
+        self.unclear = False  # so it is unknown whether to keep this rank's sum
+
+    def allocate(self) -> None:
+        """Allocate the flat tensor; not before a parameter is trained."""
+        parameters = self.parameters
         lengths = (-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in parameters)
         *starts, length = itertools.accumulate(lengths, initial=0)
         first = parameters[0]
@@ -66,10 +80,6 @@ class Bucket:
             self.flat.as_strided(layout.shape, layout.stride(), start)
             for start, layout in zip(starts, layouts, strict=True)
         ]
-        self.handle: Any = None
-        self.missing: set[int] | None = None  # pending gradients; None between the passes
-        self.before: list[torch.Tensor | None] = []  # gradients before this pass
-        self.touched: set[int] = set()  # gradients to which this rank has added in this pass
 
     def open(self) -> None:
         """Begin a backward pass: set aside the gradients of earlier passes."""
@@ -105,6 +115,7 @@ class Bucket:
         if gradient is None or factor == 0:  # a mean over nothing is nan: 0 times it would be too
             view.zero_()
         else:
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
             torch.mul(gradient.detach(), factor, out=view)
         if gradient is None:
             self.holders[index : index + 1].zero_()  # assigning a host value would synchronize
@@ -130,6 +141,9 @@ class Bucket:
 class Buckets:
     """All gradients of an optimizer, summed over the ranks by the end of each backward pass.
 
+    So are those of the model's other parameters, which may be read too, e.g. by clipping. Frozen
+    parameters are summed as soon as they are trained.
+
     Every rank must make the same passes and steps. A rank whose part is empty may skip its backward
     pass: it contributes zeros when its gradients are first accessed, at the step, or at the latest
     before the next collective call.
@@ -144,6 +158,8 @@ class Buckets:
         sums: sums over all ranks, used only for these buckets.
         hooks: functions of this rank.
         full: size in bytes from which on a bucket takes no further gradient.
+        others_of: function that makes all other sums leave the optimizer's parameters to these,
+            and returns the other parameters to sum.
     """
 
     def __init__(
@@ -153,35 +169,107 @@ class Buckets:
         sums: Sums,
         hooks: RankHooks,
         full: int = BUCKET_BYTES,
+        others_of: Callable[[Buckets], Sequence[torch.nn.Parameter]] = lambda buckets: (),
     ) -> None:
-        self.sums, self.hooks = sums, hooks
-        parameters = [value for value in parameters_of(optimizer) if value.requires_grad]
-        kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in parameters]
-        self.buckets = [
-            Bucket(f"{name}.{number}", [parameters[index] for index in group])
-            for number, group in enumerate(partition.buckets(kinds, full))
-        ]
+        self.name, self.sums, self.hooks = name, sums, hooks
+        self._full, self._others_of = full, others_of
         self.summing = True  # over the ranks; False: backward passes accumulate locally
         self.blocked_seconds = 0.0  # total wait for sums
         self._running = self._summed = False  # a backward pass runs; one of this part was summed
         self.awaited = False  # the sum of a pass that this rank skips
-        self._zeroed = False  # gradients were zeroed while awaited
-        self._unclear = False  # so it is unknown whether to keep this rank's sum
         self._holds = False  # sums of earlier passes, if there are gradients
-        # The references keep the nodes, and the hooks on them, alive.
-        self._nodes = []
-        for bucket in self.buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                node: Any = parameter.expand_as(parameter).grad_fn
-                node = node.next_functions[0][0]
-                node.register_prehook(functools.partial(self._arriving, bucket, index))
-                self._nodes.append(node)
-                hook = functools.partial(self._arrived, bucket, index)
-                parameter.register_post_accumulate_grad_hook(hook)
-        optimizer.register_step_pre_hook(self._before_step)
+        self.replaced = False  # by those of another optimizer of the same parameters
+        self._handles: list[RemovableHandle] = []
+        self._nodes: list[Any] = []  # these references keep them, and the hooks on them, alive
         # Weak, so as not to keep a deleted optimizer alive.
         self.optimizer = weakref.ref(optimizer)
+        self._sum_all(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+        weakref.finalize(optimizer, self.release)
+
+    def _sum_all(self, optimizer: torch.optim.Optimizer) -> None:
+        self.parameters = parameters_of(optimizer)
+        self.others = list(self._others_of(self))
+        self._build()
+
+    def _build(self) -> None:
+        """Distribute the parameters over buckets, and watch their gradients."""
+        self.release()
+        self.buckets: list[Bucket] = []  # those that are summed
+        self._frozen: list[Bucket] = []
+        numbers = itertools.count()
+        # One bucket at least is summed: the flags are in it.
+        of_optimizer = [
+            value for value in self.parameters if value.requires_grad
+        ] or self.parameters
+        used = {id(value) for value in (*of_optimizer, *filter(IS_TRAINED, self.others))}
+        for parameters, others in ((self.parameters, False), (self.others, True)):
+            trained = [value for value in parameters if id(value) in used]
+            frozen = [v for v in parameters if id(v) not in used and may_train(v)]
+            for values, buckets in ((trained, self.buckets), (frozen, self._frozen)):
+                kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in values]
+                for group in partition.buckets(kinds, self._full):
+                    held = [values[index] for index in group]
+                    buckets.append(Bucket(f"{self.name}.{next(numbers)}", held, others=others))
+        for bucket in self.buckets:
+            bucket.allocate()
+        self._last = [bucket for bucket in self.buckets if not bucket.others][-1]  # of the own
+        for bucket in (*self.buckets, *self._frozen):
+            for index, parameter in enumerate(bucket.parameters):
+                self._watch(bucket, index, parameter)
+
+    def _watch(self, bucket: Bucket, index: int, parameter: torch.nn.Parameter) -> None:
+        trained = parameter.requires_grad
+        parameter.requires_grad_()  # a frozen one, too: it may be trained later
+        node: Any = parameter.expand_as(parameter).grad_fn
+        node = node.next_functions[0][0]
+        before = functools.partial(self._arriving, bucket, index)
+        after = functools.partial(self._arrived, bucket, index)
+        self._handles.append(node.register_prehook(before))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(after))
+        self._nodes.append(node)
+        parameter.requires_grad_(trained)
+
+    def release(self) -> None:
+        """Sum no gradients any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes = [], []
+
+    def leave(self, parameters: set[int]) -> bool:
+        """Leave parameters, by their ids, to the sums of another optimizer.
+
+        Returns:
+            Whether some remain: an optimizer of which any is taken must not be used any more.
+        """
+        self.whole()
+        if any(id(value) in parameters for value in self.parameters):
+            self.replaced = True
+            self.release()
+        elif any(id(value) in parameters for value in self.others):
+            self.others = [value for value in self.others if id(value) not in parameters]
+            self._build()
+        return not self.replaced
+
+    def _add_param_group(self, param_group: Any) -> None:
+        """Replace ``optimizer.add_param_group``: sum the gradients of the new parameters, too."""
+        optimizer = self.optimizer()
+        assert optimizer is not None
+        type(optimizer).add_param_group(optimizer, param_group)
+        self.whole()
+        self._sum_all(optimizer)
+
+    def _thaw(self) -> None:
+        """Sum from now on what was frozen; all ranks do so by the end of the same pass."""
+        frozen, self._frozen = self._frozen, []
+        for bucket in frozen:
+            if any(map(IS_TRAINED, bucket.parameters)):
+                bucket.allocate()
+                self.buckets.append(bucket)
+            else:
+                self._frozen.append(bucket)
 
     def _arriving(self, bucket: Bucket, index: int, _: Any) -> None:
         """Reset the gradient of a parameter before autograd adds to it."""
@@ -189,6 +277,8 @@ class Buckets:
             self._running = True
             # At the end of the pass, as in DDP and FSDP; there is no public API for it.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if bucket in self._frozen:
+            self._thaw()
         bucket.expect(index)
 
     def _arrived(self, bucket: Bucket, index: int, _: torch.Tensor) -> None:
@@ -209,19 +299,21 @@ class Buckets:
                     return
 
     def _start(self, bucket: Bucket) -> None:
-        if bucket is self.buckets[-1]:
+        if bucket is self._last:
             bucket.holds.fill_(float(self._holds_sums()))
             fill(bucket.flags, self.hooks.flags())
         bucket.handle = self.sums.start(bucket.flat, bucket.name)
 
     def _holds_sums(self) -> bool:
-        held = (bucket.before or [p.grad for p in bucket.parameters] for bucket in self.buckets)
-        known = self._holds and not self._unclear
+        mine = [bucket for bucket in self.buckets if not bucket.others]
+        held = (bucket.before or [p.grad for p in bucket.parameters] for bucket in mine)
+        known = self._holds and not self._last.unclear
         return known and any(gradient is not None for row in held for gradient in row)
 
     def finish(self) -> None:
         """Complete the sums of all gradients over the ranks."""
         absent = []
+        self._thaw()
         if self.awaited and any(bucket.has_lost() for bucket in self.buckets):
             raise UsageError(
                 "gradients of a part without samples were set to None before the other ranks' were "
@@ -241,11 +333,11 @@ class Buckets:
             for bucket in self.buckets:
                 self.sums.wait(bucket.handle)
         self.blocked_seconds += time.perf_counter() - started
-        self.hooks.summed(self.buckets[-1].flags)
-        dropped = self._unclear and not self.buckets[-1].holds > 0
+        self.hooks.summed(self._last.flags)
+        held = self._last.holds > 0 if any(bucket.unclear for bucket in self.buckets) else True
         for bucket, indices in zip(self.buckets, absent, strict=True):
-            bucket.close(indices, dropped=dropped)
-        self._unclear = self.awaited and self._zeroed
+            bucket.close(indices, dropped=bucket.unclear and not held)
+            bucket.unclear = self.awaited and bucket.zeroed
         self._running = self.awaited = False
         self._summed = self._holds = True
 
@@ -256,26 +348,30 @@ class Buckets:
         once, since the other ranks may need this one before they reach their pass.
         """
         self.whole()  # after an empty part, if several parts are accumulated
-        self._summed = self._zeroed = False
+        self._summed = False
+        self._thaw()
         self.awaited = empty and self.hooks.may_skip() and torch.is_grad_enabled()
         for bucket in self.buckets if self.awaited else ():
             bucket.open()
+            bucket.zeroed = False
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view.as_subclass(Awaited)
                 parameter.grad.buckets = self
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Replace ``optimizer.zero_grad``: keep awaited gradients."""
+    def zero_grad(self, set_to_none: bool = True, *, others: bool = False) -> None:
+        """Replace ``optimizer.zero_grad``: keep awaited gradients.
+
+        ``others``: reset also those of the model's other parameters, if they are awaited.
+        """
         self._summed = self._holds = False
         optimizer = self.optimizer()
-        if self.awaited:
-            self._zeroed = True
-        elif optimizer is not None:
-            self._unclear = False
+        if not self.awaited and optimizer is not None:
             type(optimizer).zero_grad(optimizer, set_to_none)
         for bucket in self.buckets:
-            if bucket.missing is not None:
-                bucket.before, bucket.touched = [None] * len(bucket.parameters), set()
+            if others or not bucket.others:
+                bucket.zeroed, bucket.unclear = self.awaited, self.awaited and bucket.unclear
+                if bucket.missing is not None:
+                    bucket.before, bucket.touched = [None] * len(bucket.parameters), set()
 
     def whole(self) -> None:
         """Complete the gradients now, if they are awaited."""
@@ -283,6 +379,11 @@ class Buckets:
             self.finish()
 
     def _before_step(self, *_: Any) -> None:
+        if self.replaced:
+            raise UsageError(
+                "optimizer.step() after distribute_optimizer with another optimizer of the same "
+                "parameters: use that one, or create and distribute this one again"
+            )
         if not (self._summed or self.hooks.may_skip()):
             raise UsageError(
                 "optimizer.step() without a previous backward pass: with several optimizers every "
@@ -291,7 +392,9 @@ class Buckets:
             )
         if self.awaited or not self._summed:
             self.finish()
-        self._summed = self._unclear = False
+        self._summed = False
+        for bucket in self.buckets:
+            bucket.unclear = False
 
     @property
     def messages(self) -> dict[str, int]:
@@ -302,7 +405,12 @@ class Buckets:
     @property
     def flags(self) -> Flags:
         """The flags of all ranks at the last step: whether any rank had set it."""
-        return agreed(self.buckets[-1].flags)
+        return agreed(self._last.flags)
+
+
+def may_train(parameter: torch.Tensor) -> bool:
+    """Return whether a frozen parameter can be trained later."""
+    return parameter.is_floating_point() and not parameter.is_inference()
 
 
 class Awaited(torch.Tensor):
@@ -317,7 +425,7 @@ class Awaited(torch.Tensor):
         """Wait, then call ``func`` with the gradients as plain tensors; zeroing does not wait."""
         if func in ZEROING and (owner := args[0].__dict__["buckets"]).awaited:
             if func == torch.Tensor.zero_:
-                owner.zero_grad()
+                owner.zero_grad(others=True)
             return None if func == GRAD_FN else args[0]
 
         def plain(value: Any) -> Any:
@@ -348,7 +456,7 @@ class ZeroGrad:
         gradients = [parameter.grad for parameter in self.model.parameters()]
         awaited = {grad.__dict__["buckets"] for grad in gradients if isinstance(grad, Awaited)}
         for owner in awaited:
-            owner.zero_grad(set_to_none)
+            owner.zero_grad(set_to_none, others=True)
         if not awaited:
             type(self.model).zero_grad(self.model, set_to_none)
 
@@ -383,8 +491,10 @@ class BucketedAdapter(PyTorchAdapter):
             waits=self.waits.during,
             may_skip=lambda: len(self.gradient_sums) == 1,
         )
-        buckets = Buckets(name, optimizer, sums, hooks, self.comm_options.bucket_bytes)
-        self._all_buckets = [*self.gradient_sums, buckets]
+        full = self.comm_options.bucket_bytes
+        others_of = functools.partial(self._others_of, weakref.ref(model))
+        buckets = Buckets(name, optimizer, sums, hooks, full, others_of)
+        self._all_buckets.append(buckets)
         self.waits.before = self.end_part
         keep_awaited(model)
         return model, optimizer
@@ -399,6 +509,16 @@ class BucketedAdapter(PyTorchAdapter):
         finally:
             for buckets in self.gradient_sums:
                 buckets.summing = True
+
+    def _others_of(self, model: weakref.ref[Any], buckets: Buckets) -> list[torch.nn.Parameter]:
+        """Leave to ``buckets`` what it sums; return the model's parameters that no others sum."""
+        taken = {id(value) for value in buckets.parameters}
+        sums = [known for known in self.gradient_sums if known is buckets or known.leave(taken)]
+        self._all_buckets = sums
+        left = [known for known in sums if known is not buckets]
+        summed = {id(value) for known in left for value in (*known.parameters, *known.others)}
+        parameters = () if (module := model()) is None else module.parameters()
+        return [value for value in parameters if id(value) not in taken | summed]
 
     @property
     @override

@@ -19,10 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import Flags
-from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter
+from hvdtrain.adapters.pytorch.adapter import (
+    IS_TRAINED,
+    PyTorchAdapter,
+    parameters_of,
+    unwrapped,
+)
 from hvdtrain.adapters.pytorch.sums import TYPES, agreed, fill
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import TorchDistributed
@@ -62,10 +68,33 @@ class DdpAdapter(PyTorchAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        wrapped = WeightedDdp(model, self)
-        self.add_sums(wrapped)
-        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
+        wrapped = self._wrapped(model)
+        wrapped.check_summed(optimizer)
+        groups = len(optimizer.param_groups)
+
+        def check(optimizer: Any, *_: Any) -> None:
+            self._check_pass()
+            if len(optimizer.param_groups) > groups or any(map(IS_TRAINED, wrapped.frozen)):
+                wrapped.check_summed(optimizer)
+
+        optimizer.register_step_pre_hook(check)
         return wrapped, optimizer
+
+    def _wrapped(self, model: Any) -> WeightedDdp:
+        """Return the wrapper of the model: that of an earlier call if the same is trained."""
+        module = unwrapped(model)
+        parameters = {id(value) for value in module.parameters()}
+        sums = self.gradient_sums
+        for known in sums:
+            if known.module is module and known.is_current():
+                return known
+        for known in sums:
+            if any(id(value) in parameters for value in known.parameters()):
+                known.release()
+        self._references = [weakref.ref(known) for known in sums if not known.released]
+        wrapped = WeightedDdp(module, self)
+        self.add_sums(wrapped)
+        return wrapped
 
     @override
     def compile(self, task: Any) -> None:
@@ -104,7 +133,8 @@ class DdpAdapter(PyTorchAdapter):
 
     def add_sums(self, sums: Any) -> None:
         """Use the gradient sums of a model while it exists."""
-        self._references = [weakref.ref(known) for known in (*self.gradient_sums, sums)]
+        others = (known for known in self.gradient_sums if known is not sums)
+        self._references = [weakref.ref(known) for known in (*others, sums)]
 
     @property
     @override
@@ -143,6 +173,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
 
     def __init__(self, model: torch.nn.Module, adapter: DdpAdapter) -> None:
         _silence_unused_warning(adapter.device)
+        make_dense(model)
         with warnings.catch_warnings():
             # The replacement of broadcast_buffers still sends them once.
             warnings.simplefilter("ignore", FutureWarning)
@@ -159,6 +190,12 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         # Convolutions produce such gradients; each is copied into its bucket.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         self.adapter = adapter
+        self._trained = {id(value) for value in model.parameters() if value.requires_grad}
+        self.frozen = [value for value in model.parameters() if not value.requires_grad]
+        self.register_forward_pre_hook(_check_released)
+        self.register_forward_hook(_watch_passes)
+        self.released = False  # another wrapper sums the gradients
+        self.due = False  # a forward pass was made whose gradients are to be summed
         # Sums under way: work, future, message, and the type of the gradients.
         self._sums: list[tuple[Any, Any, torch.Tensor, torch.dtype]] = []
         self._trouble: UsageError | None = None
@@ -166,6 +203,49 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self.register_comm_hook(
             weakref.ref(self), lambda model, bucket: model()._start_sum(bucket.buffer())
         )
+
+    def is_current(self) -> bool:
+        """Return whether the parameters that are trained now are those that DDP sums."""
+        return self._trained == {id(value) for value in self.parameters() if value.requires_grad}
+
+    def check_summed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` if a trained parameter, also of ``optimizer``, is not summed."""
+        values = (*self.frozen, *parameters_of(optimizer))
+        if any(value.requires_grad and id(value) not in self._trained for value in values):
+            raise UsageError(
+                f"--strategy {self.adapter.name} sums only the gradients of parameters that are of "
+                "the model and trained in step 5: after unfreezing some, or adding some to the "
+                "optimizer, call distribute_optimizer again, with a new optimizer"
+            )
+
+    def release(self) -> None:
+        """Sum no gradients any more."""
+        self._remove_autograd_hooks()
+        self.released = True
+
+    def check_pass(self, _: torch.Tensor) -> None:
+        """Raise ``UsageError`` at the end of a backward pass that has left local gradients.
+
+        DDP sums those of the first backward pass after a forward pass.
+        """
+        if self.due or not self.require_backward_grad_sync:
+            return
+        self.due = True  # checked once
+        gradients = [(value, value.grad) for value in self.parameters()]
+        before = [(grad, grad._version if grad is not None else 0) for _, grad in gradients]
+
+        def check() -> None:
+            self.due = False
+            now = [value.grad for value, _ in gradients]
+            for gradient, (known, version) in zip(now, before, strict=True):
+                if gradient is not known or (known is not None and known._version != version):
+                    raise UsageError(
+                        f"--strategy {self.adapter.name} sums the gradients of one backward pass "
+                        "per forward pass: sum the losses before backward(), or call the model "
+                        "again before each"
+                    )
+
+        torch.autograd.Variable._execution_engine.queue_callback(check)
 
     def _start_sum(self, gradients: torch.Tensor) -> Any:
         """Start summing a bucket over all ranks, in place; before the first, the flags."""
@@ -192,6 +272,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
 
     def _finish(self) -> None:
         """Wait for the sums of this pass; DDP then copies them to the gradients."""
+        self.due = False
         sums, self._sums = self._sums, []
         with self.blocked(SUM):
             for work, future, message, kind in sums:
@@ -202,6 +283,22 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self.messages = {"count": len(sizes), "bytes": sum(sizes)}
         if self._trouble:
             raise self._trouble
+
+
+def _watch_passes(model: Any, _: Any, output: Any) -> None:
+    """Check each backward pass through ``output``."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        model.due = model.require_backward_grad_sync
+        for value in _pytree.tree_leaves(output):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                value.register_hook(model.check_pass)
+
+
+def _check_released(model: Any, *_: Any) -> None:
+    if model.released:
+        raise UsageError(
+            "distribute_optimizer was called again for this model: use the one that it returned"
+        )
 
 
 @functools.cache
@@ -215,6 +312,13 @@ def _silence_unused_warning(device: torch.device) -> None:
     wrapped = DistributedDataParallel(layer, find_unused_parameters=True, init_sync=False)
     with stderr.without(lambda _: True):
         wrapped(torch.zeros(1, 1, device=device))
+
+
+def make_dense(model: torch.nn.Module) -> None:
+    """Make the gradients of embeddings dense: sparse ones cannot be summed."""
+    for layer in model.modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            layer.sparse = False
 
 
 def weigh(gradients: torch.Tensor, weight: float) -> None:

@@ -31,7 +31,7 @@ from hvdtrain.adapters.pytorch.adapter import (
     parameters_of,
     tensor_of,
 )
-from hvdtrain.adapters.pytorch.ddp import weigh
+from hvdtrain.adapters.pytorch.ddp import make_dense, weigh
 from hvdtrain.adapters.pytorch.sharded import (
     Piece,
     ShardedAdapter,
@@ -39,7 +39,7 @@ from hvdtrain.adapters.pytorch.sharded import (
     UpdateSums,
 )
 from hvdtrain.adapters.pytorch.sums import TYPES
-from hvdtrain.adapters.state_view import Take, digests_of
+from hvdtrain.adapters.state_view import Take
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.waits import SUM
@@ -61,17 +61,25 @@ class FsdpAdapter(ShardedAdapter):
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         self.check_optimizer(model, optimizer, "shards the parameters")
+        sums = next((known for known in self.gradient_sums if known.model is model), None)
+        sums = sums or self._shard(model, optimizer)
+        if isinstance(optimizer, torch.optim.SGD):  # its fused kernel does not support DTensor
+            optimizer._step_supports_amp_scaling = False
+            for group in optimizer.param_groups:
+                group["fused"] = None
+        self.register(model, optimizer, sums, RowsView)
+        return model, optimizer
+
+    def _shard(self, model: Any, optimizer: Any) -> Communication:
+        """Shard a model that is not yet, and let the optimizer have its new parameters."""
         check_parameters(model)
+        make_dense(model)
         names = {id(value): name for name, value in model.named_parameters()}
         # After sharding no rank has them whole.
         for value in TorchView(self, model).tensors().values():
             if not value.is_contiguous():  # fully_shard takes no other
                 value.data = value.data.contiguous()
             dist.broadcast(value.detach(), src=0)
-        if isinstance(optimizer, torch.optim.SGD):  # its fused kernel does not support DTensor
-            optimizer._step_supports_amp_scaling = False
-            for group in optimizer.param_groups:
-                group["fused"] = None
         mesh = init_device_mesh(self.device.type, (self.world.size,))
         for unit in (*units(model), model):
             fully_shard(unit, mesh=mesh)
@@ -79,8 +87,7 @@ class FsdpAdapter(ShardedAdapter):
         now = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [now[names[id(value)]] for value in group["params"]]
-        self.register(model, optimizer, Communication(model, self), RowsView)
-        return model, optimizer
+        return Communication(model, self)
 
     @override
     def compile(self, task: Any) -> None:
@@ -104,13 +111,7 @@ class RowsView(ShardedView):
     @override
     def broadcast(self, optimizer: Any) -> str:
         # Step 5 has sent the parameters, and each rank has read its rows of a checkpoint.
-        local = {name: array_of(value) for name, value in self.model.named_buffers()}
-        sent = self.adapter.communicator.broadcast_arrays(local)
-        for name, value in self.model.named_buffers():
-            value.copy_(tensor_of(sent[name]))
-        return self.compare(
-            digests_of(Checkpoint(sent, {})), "right after the broadcast: please report it"
-        )
+        return self.send(dict(self.model.named_buffers()))
 
     @override
     def replicated(self, optimizer: Any, take: Take | None = None) -> Checkpoint:

@@ -34,7 +34,8 @@ class MpiAdapter(BucketedAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        kinds = {value.dtype for value in parameters_of(optimizer)}
+        summed = [value for value in model.parameters() if value.requires_grad]
+        kinds = {value.dtype for value in (*summed, *parameters_of(optimizer))}
         if kinds - SUMMED:
             names = ", ".join(sorted(str(kind) for kind in kinds - SUMMED))
             raise UsageError(

@@ -107,9 +107,14 @@ class Share:
         optimizer.register_step_pre_hook(self._hide)
         optimizer.register_step_post_hook(lambda *_: self._end())
 
-    def _hide(self, _: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def _hide(self, optimizer: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if any(arguments[1:]) or named.get("closure"):
             raise UsageError("--strategy zero takes no closure: call backward() before step()")
+        if sum(len(group["params"]) for group in optimizer.param_groups) > len(self.parameters):
+            raise UsageError(
+                "--strategy zero shards the state of the parameters that are trained in step 5: "
+                "after adding some, call distribute_optimizer again, with a new optimizer"
+            )
         self._hidden = [parameter.grad for parameter in self.parameters]
         for index, parameter in enumerate(self.parameters):
             if index not in self.mine:
