@@ -244,6 +244,7 @@ class LearningRateScheduleCallback(ModelCallback):
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
         self.staircase, self.momentum_correction = staircase, momentum_correction
         self.steps_per_epoch = steps_per_epoch
+        self._steps = steps_per_epoch  # of the current ``fit``
         self._epoch = 0
         self.multiplier: Callable[[float], float]
         if callable(multiplier):
@@ -253,8 +254,8 @@ class LearningRateScheduleCallback(ModelCallback):
 
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
-        self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
-        if not self.staircase and not self.steps_per_epoch:
+        self._steps = self.steps_per_epoch or self.params.get("steps")
+        if not self.staircase and not self._steps:
             raise UsageError(
                 f"{type(self).__name__}: the number of batches per epoch is unknown; specify "
                 "steps_per_epoch"
@@ -273,7 +274,7 @@ class LearningRateScheduleCallback(ModelCallback):
         if self.end_epoch is not None and epoch >= self.end_epoch:
             return
         if not self.staircase:
-            self._set(epoch + batch / (self.steps_per_epoch or 1))
+            self._set(epoch + batch / (self._steps or 1))
         elif batch == first:
             self._set(epoch)
 
@@ -310,7 +311,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             # Already the last batch of the warm-up has the final learning rate.
-            done = (epoch + 1 / (self.steps_per_epoch or 1)) / warmup_epochs
+            done = (epoch + 1 / (self._steps or 1)) / warmup_epochs
             size = self.adapter.world.size
             return (1 + done * (size - 1)) / size
 

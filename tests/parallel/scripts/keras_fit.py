@@ -138,7 +138,7 @@ def settings() -> None:
 
 def fit(model: keras.Model, **options: Any) -> Any:
     """Fit over the ranks, with the one callback that is needed."""
-    data = hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
+    data = options.pop("data", None) or hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
     callbacks = [*options.pop("callbacks", ()), hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
     options = {"epochs": EPOCHS, "verbose": 0, **options}
     return model.fit(data, callbacks=callbacks, **options)
@@ -282,6 +282,9 @@ def rates() -> None:
     history = fit(model, callbacks=[warm, later, Watch()], epochs=4).history
     total = 2 * STEPS
     climb = [0.2 * (1 + (SIZE - 1) * (batch + 1) / total) for batch in range(total)]
+    fit(model, callbacks=[warm], epochs=1, data=hvd.shard((X, Y), global_batch=SAMPLES))
+    half = 0.2 * (1 + (SIZE - 1) / 2)  # that epoch has one batch
+    np.testing.assert_allclose(float(model.optimizer.learning_rate), half, rtol=1e-6)
     after = [0.2 * SIZE] * STEPS + [0.02 * SIZE] * STEPS
     np.testing.assert_allclose(seen, climb + after, rtol=1e-6)
     np.testing.assert_allclose(history["lr"], (climb + after)[STEPS - 1 :: STEPS], rtol=1e-6)
