@@ -55,8 +55,8 @@ def shard(
             ranks. If there are process sets, it must be specified.
 
     Raises:
-        UsageError: arrays without ``global_batch``, or a dataset with one; arrays of different
-            lengths; there are process sets, and none is specified.
+        UsageError: arrays without ``global_batch``, or a dataset with one; lists, or arrays of
+            different lengths; there are process sets, and none is specified.
     """
     if isinstance(data, tf.data.Dataset):
         if global_batch is not None:
@@ -67,6 +67,8 @@ def shard(
         raise UsageError("shard: specify global_batch=, the samples per step over all ranks")
     with tf.device("/CPU:0"):  # saves GPU memory
         arrays = tf.nest.map_structure(tf.convert_to_tensor, data)
+    if any(array.shape.rank == 0 for array in tf.nest.flatten(arrays)):
+        raise UsageError("shard: a list is not an array: use np.asarray(y)")
     lengths = {int(array.shape[0]) for array in tf.nest.flatten(arrays)}
     if len(lengths) != 1:
         raise UsageError(f"shard: the arrays have {sorted(lengths)} samples, not one number")

@@ -117,6 +117,7 @@ def datasets() -> None:
     expect_error(lambda: hvd.shard((X, Y)), "global_batch=")
     expect_error(lambda: hvd.shard(rows, global_batch=8), "dataset.batch(GLOBAL_BATCH)")
     expect_error(lambda: hvd.shard((X, Y[1:]), global_batch=8), "[16, 17]")
+    expect_error(lambda: hvd.shard((X, Y.tolist()), global_batch=8), "np.asarray")
 
 
 def settings() -> None:
