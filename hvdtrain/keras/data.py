@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -82,7 +82,17 @@ def shard(
         lambda part: tf.nest.map_structure(lambda array: tf.gather(array, part), arrays)
     )
     known = tf.data.experimental.assert_cardinality(shards.steps_per_epoch)
-    return parts.apply(known).prefetch(tf.data.AUTOTUNE)
+    result = parts.apply(known).prefetch(tf.data.AUTOTUNE)
+    result.repeat = _refuse_repeat
+    return result
+
+
+def _refuse_repeat(*_: object, **__: object) -> NoReturn:
+    """Refuse what would read the next epoch's samples before that epoch begins."""
+    raise UsageError(
+        "shard: fit draws a new order of the samples for each epoch: omit repeat() and "
+        "steps_per_epoch"
+    )
 
 
 @dataclass

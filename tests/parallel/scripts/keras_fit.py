@@ -118,6 +118,7 @@ def datasets() -> None:
     expect_error(lambda: hvd.shard(rows, global_batch=8), "dataset.batch(GLOBAL_BATCH)")
     expect_error(lambda: hvd.shard((X, Y[1:]), global_batch=8), "[16, 17]")
     expect_error(lambda: hvd.shard((X, Y.tolist()), global_batch=8), "np.asarray")
+    expect_error(lambda: kept.repeat(), "omit repeat() and steps_per_epoch")
 
 
 def settings() -> None:
