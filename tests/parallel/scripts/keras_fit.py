@@ -306,6 +306,11 @@ def rates() -> None:
     np.testing.assert_allclose(weight.numpy(), [-0.5 + 0.5 * 2 * -0.5 - 1.0])
 
 
+@keras.saving.register_keras_serializable("tests")
+class Registered(keras.optimizers.SGD):
+    """An optimizer of the user's own."""
+
+
 def saved() -> None:
     """Rank 0 writes whole files, of the plain optimizer; what is loaded trains on all ranks."""
     folder = DONE / "saved"
@@ -325,6 +330,10 @@ def saved() -> None:
     fit(loaded, epochs=3, initial_epoch=2)
     close(loaded, model)
     assert copies(loaded.get_weights()) == 1
+    model.compile(hvd.DistributedOptimizer(Registered(0.2)), LOSS)
+    model.save(folder / f"own-{RANK}.keras")
+    own = keras.models.load_model(folder / f"own-{RANK}.keras").optimizer
+    assert type(own) is Registered and reduction_of(own) is None
 
 
 def resumed() -> None:
