@@ -306,9 +306,8 @@ def _counting(model: Any, original: Any) -> Any:
             return original(data)
         x = keras.utils.unpack_x_y_sample_weight(data)[0]
         if not model.built:  # variables created in a trace would be initialized too late
-            shapes = tf.nest.map_structure(lambda tensor: (None, *tensor.shape[1:]), x)
             with tf.init_scope():
-                model.build(shapes)
+                model(tf.nest.map_structure(_symbol, x))
             reduction.begin()
         first = next(tensor for tensor in tf.nest.flatten(x) if tensor is not None)
         count = tf.shape(first)[0]
@@ -326,3 +325,12 @@ def _counting(model: Any, original: Any) -> Any:
 
     train_step.counts_samples = True  # type: ignore[attr-defined]
     return train_step
+
+
+def _symbol(tensor: Any) -> Any:
+    """Return an input like ``tensor`` for a call that only builds the model."""
+    if tensor is None:
+        return None
+    return keras.KerasTensor(
+        (None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype)
+    )

@@ -500,8 +500,30 @@ def commits_follow_the_ranks(folder: Path, wrap: Callable[[Any], Any]) -> None:
         assert state._agreed_reason() == ("the walltime is near", 0)
 
 
+class Sum(keras.Model):
+    """A model with named inputs, built by its first step."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.net = net(seed, begin=False)
+
+    def call(self, inputs: dict[str, Any]) -> Any:
+        return self.net(inputs["a"] + inputs["b"])
+
+
+def inputs() -> None:
+    single, mine = Sum(0), Sum(RANK)
+    single.compile(sgd(), LOSS)
+    mine.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+    data = global_batches(X, Y, BATCH, SEED).map(lambda x, y: ({"a": x, "b": x}, y))
+    single.fit(data, epochs=EPOCHS, verbose=0)
+    fit(mine, data=hvd.shard(({"a": X, "b": X}, Y), global_batch=BATCH, seed=SEED))
+    close(mine, single)
+
+
 WAYS = [
     plain,
+    inputs,
     built_late,
     datasets,
     settings,
