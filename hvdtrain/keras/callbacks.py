@@ -19,7 +19,15 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
 from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
-from hvdtrain.keras.data import Logs, ModelCallback, note_samples, rate_of, step_sum
+from hvdtrain.keras.data import (
+    Logs,
+    ModelCallback,
+    first_sum,
+    is_built,
+    note_samples,
+    rate_of,
+    step_sums,
+)
 from hvdtrain.keras.optimizer import broadcast_variables, check_root
 from hvdtrain.steps.checkpoint_files import Arrays
 
@@ -68,11 +76,11 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
         self._compared = False
-        reduction = step_sum(self.model.optimizer)
+        reduction = first_sum(self.model)
         check_root(self.root_rank, reduction and reduction.process_set)
         if self.adapter.world.size == 1:
             return
-        if self.model.built:
+        if is_built(self.model):
             self._broadcast()
         elif reduction is None:
             raise UsageError(
@@ -85,11 +93,14 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
     def _broadcast(self) -> None:
         saved = [(variable, variable.numpy()) for variable in self.local_variables]
         optimizer = self.model.optimizer
-        note_samples(optimizer)
+        note_samples(first_sum(self.model))
         self.adapter.broadcast_state(self.model, optimizer)
         rate = rate_of(optimizer)
         if rate is not None:  # possibly from a checkpoint that only rank 0 has read
             broadcast_variables([rate], self.adapter)
+        for reduction in step_sums(self.model):
+            if reduction.optimizer is not optimizer:
+                reduction.broadcast()
         for variable, value in saved:
             variable.assign(value)
 
@@ -104,7 +115,7 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
         self._compare(f"after epoch {epoch + 1}")
 
     def _compare(self, when: str) -> None:
-        reduction = step_sum(self.model.optimizer)
+        reduction = first_sum(self.model)
         local = self.local_variables or (reduction and reduction.local)
         if self.adapter.world.size > 1 and not local:
             text = f"{when}: the ranks have made different updates. {REMEDY}"
@@ -151,9 +162,9 @@ class MetricAverageCallback(ModelCallback):
 
     @override
     def on_test_begin(self, logs: Logs = None) -> None:
-        reduction = step_sum(self.model.optimizer)
+        reduction = first_sum(self.model)
         if self.adapter.world.size > 1 and reduction is not None:
-            note_samples(self.model.optimizer)
+            note_samples(reduction)
             self._statistics.enter_context(self.adapter.averaged_buffers(self.model))
 
     on_test_batch_begin = on_train_batch_begin

@@ -6,8 +6,10 @@ Every callback of this package prepares its model, before its step is traced.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -20,7 +22,7 @@ from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.tensorflow.distributed import distribute, reduction_of, undistribute
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
-from hvdtrain.keras.optimizer import StepSum
+from hvdtrain.keras.optimizer import StepSum, counted
 from hvdtrain.steps.sharding import Shards, bounds
 from hvdtrain.steps.world import World
 
@@ -228,23 +230,45 @@ def prepare(model: Any) -> None:
     distributed one would check one rank's gradients for overflows; it must check their sum, so it
     becomes the distributed optimizer.
     """
-    optimizer = model.optimizer
-    if adapter_of(optimizer).world.size == 1:
+    if len({reduction.adapter for reduction in step_sums(model)}) > 1:
+        raise UsageError("the optimizers of a model must have the same process_set")
+    if adapter_of(first_sum(model)).world.size == 1:
         return
-    inner = getattr(optimizer, "inner_optimizer", None)
-    reduction = reduction_of(inner)
-    if isinstance(reduction, StepSum):
-        undistribute(inner)
-        distribute(optimizer, reduction)
-        reduction.optimizer = optimizer
-    if step_sum(optimizer) is None:
-        return
+    for optimizer in _optimizers(model):
+        inner = getattr(optimizer, "inner_optimizer", None)
+        reduction = reduction_of(inner)
+        if isinstance(reduction, StepSum):
+            undistribute(inner)
+            distribute(optimizer, reduction)
+            reduction.optimizer = optimizer
     if model.jit_compile:
         model.jit_compile = False
         model.train_function = None
     if not hasattr(model.train_step, "counts_samples"):
         model.train_step = _counting(model, model.train_step)
         model.train_function = None
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Return the optimizers of a model: the compiled one, and those of a train step of its own.
+
+    These are attributes of it or its layers. With Keras's step a layer may be a compiled model.
+    """
+    compiled = getattr(model, "optimizer", None)
+    step = getattr(model.train_step, "__wrapped__", model.train_step)
+    if getattr(step, "__func__", None) is keras.Model.train_step:
+        return [compiled] if compiled else []
+    attributes = [value for layer in model._flatten_layers() for value in vars(layer).values()]
+    several = [value for value in attributes if isinstance(value, (list, tuple))]
+    several += [list(value.values()) for value in attributes if isinstance(value, dict)]
+    values = [compiled, *attributes, *itertools.chain(*several)]
+    return [value for value in values if isinstance(value, keras.optimizers.Optimizer)]
+
+
+def step_sums(model: Any) -> list[StepSum]:
+    """Return the gradient sums of a model's optimizers, that of the compiled one first."""
+    reductions = map(step_sum, _optimizers(model))
+    return list(dict.fromkeys(reduction for reduction in reductions if reduction))
 
 
 def step_sum(optimizer: Any) -> StepSum | None:
@@ -254,9 +278,13 @@ def step_sum(optimizer: Any) -> StepSum | None:
     return reduction if isinstance(reduction, StepSum) else None
 
 
-def adapter_of(optimizer: Any) -> CommonAdapter:
+def first_sum(model: Any) -> StepSum | None:
+    """Return the gradient sum that stands for a model; None if its optimizer is not distributed."""
+    return next(iter(step_sums(model)), None)
+
+
+def adapter_of(reduction: StepSum | None) -> CommonAdapter:
     """Return the adapter of the ranks that train a model together: all or a process set."""
-    reduction = step_sum(optimizer)
     return reduction.adapter if reduction else session.adapter()
 
 
@@ -281,7 +309,7 @@ class ModelCallback(keras.callbacks.Callback):
     @override
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        self.adapter = adapter_of(model.optimizer)
+        self.adapter = adapter_of(first_sum(model))
         prepare(model)
 
     @override
@@ -290,10 +318,17 @@ class ModelCallback(keras.callbacks.Callback):
         begin_epoch(epoch)
 
 
-def note_samples(optimizer: Any) -> None:
+def note_samples(reduction: StepSum | None) -> None:
     """Set the adapter's count of samples trained on, the weight of this rank's statistics."""
-    if reduction := step_sum(optimizer):
+    if reduction:
         reduction.adapter.samples_seen = int(reduction.samples.numpy())
+
+
+def is_built(model: Any) -> bool:
+    """Return whether a model has its variables; one with only a train step is never called."""
+    if model.built or type(model).call is not keras.Model.call:
+        return bool(model.built)
+    return all(layer.built for layer in model._flatten_layers(include_self=False))
 
 
 def _counting(model: Any, original: Any) -> Any:
@@ -301,23 +336,22 @@ def _counting(model: Any, original: Any) -> Any:
 
     @functools.wraps(original)
     def train_step(data: Any) -> Any:
-        reduction = step_sum(model.optimizer)
-        if reduction is None:  # recompiled
-            return original(data)
-        x = keras.utils.unpack_x_y_sample_weight(data)[0]
-        if not model.built:  # variables created in a trace would be initialized too late
+        reductions = step_sums(model)
+        if not is_built(model):  # variables created in a trace would be initialized too late
+            if type(model).call is keras.Model.call:
+                raise UsageError("build the layers of the model first: it has only a train_step")
+            x = keras.utils.unpack_x_y_sample_weight(data)[0]
             with tf.init_scope():
                 model(tf.nest.map_structure(_symbol, x))
-            reduction.begin()
-        first = next(tensor for tensor in tf.nest.flatten(x) if tensor is not None)
-        count = tf.shape(first)[0]
+            for reduction in reductions:
+                reduction.begin()
+        count = _count(data)
         # A batch of no samples has no statistics: BatchNorm would make them nan.
         kept = [(weight, tf.identity(weight.value)) for weight in model.non_trainable_weights]
-        with reduction.step(count):
+        with counted(reductions, count), ExitStack() as unchanged:
             if tf.executing_eagerly() and int(count) == 0:  # Keras's losses fail on empty batches
-                variables = model.trainable_variables
-                model.optimizer.apply([tf.zeros_like(value) for value in variables], variables)
-                return model.get_metrics_result()
+                unchanged.enter_context(_unchanged(model))
+                data = tf.nest.map_structure(_blank, data)
             result = original(data)
         for weight, value in kept:
             weight.assign(tf.where(count > 0, weight.value, value))
@@ -327,6 +361,11 @@ def _counting(model: Any, original: Any) -> Any:
     return train_step
 
 
+def _count(data: Any) -> Any:
+    """Return the number of samples of a batch."""
+    return tf.shape(next(tensor for tensor in tf.nest.flatten(data) if tensor is not None))[0]
+
+
 def _symbol(tensor: Any) -> Any:
     """Return an input like ``tensor`` for a call that only builds the model."""
     if tensor is None:
@@ -334,3 +373,21 @@ def _symbol(tensor: Any) -> Any:
     return keras.KerasTensor(
         (None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype)
     )
+
+
+def _blank(tensor: Any) -> Any:
+    """Return one blank sample, of no weight, in place of none: as others have, it has gradients."""
+    return None if tensor is None else tf.zeros([1, *tensor.shape[1:]], tensor.dtype)
+
+
+@contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Restore the metrics of the model after the block."""
+    before = {id(variable): variable.numpy() for variable in model.metrics_variables}
+    yield
+    for metric in model.metrics:
+        if not all(id(variable) in before for variable in metric.variables):  # new
+            metric.reset_state()
+            continue
+        for variable in metric.variables:
+            variable.assign(before[id(variable)])

@@ -343,6 +343,7 @@ def resumed() -> None:
         model = net(RANK, keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.3))
         optimizer = keras.optimizers.LossScaleOptimizer(sgd()) if SIZE == 2 else sgd()
         model.compile(hvd.DistributedOptimizer(optimizer), LOSS, metrics=["accuracy"])
+        model.layers[0].trained_by = hvd.DistributedOptimizer(sgd())  # in an earlier training
         callbacks = [
             hvd.callbacks.BackupAndRestore(DONE / folder),
             hvd.callbacks.MetricAverageCallback(),
@@ -521,9 +522,84 @@ def inputs() -> None:
     close(mine, single)
 
 
+class Pair(keras.Model):
+    """Two nets with an optimizer each, and a train step of their own, as of a GAN."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.nets = [net(seed), net(seed + 1)]
+        self.seen = keras.metrics.Mean("seen")
+
+    def compile(self, *optimizers: Any, **options: Any) -> None:
+        super().compile(**options)
+        self.both = list(optimizers)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        for model, optimizer in zip(self.nets, self.both, strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(
+                    keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+                )
+            optimizer.apply(
+                tape.gradient(loss, model.trainable_variables), model.trainable_variables
+            )
+        self.seen.update_state(loss)
+        return {"seen": self.seen.result(), **({"last": loss} if self.raw else {})}
+
+    raw = False  # whether it also returns the loss itself
+
+
+def optimizers() -> None:
+    """A train step with several optimizers weighs their gradients and losses by samples."""
+    for raw in (False, True):
+        single, mine = Pair(0), Pair(RANK)
+        single.raw = mine.raw = raw
+        kinds = (sgd, lambda: keras.optimizers.Adam(0.1))
+        several = [hvd.DistributedOptimizer(kind()) for kind in kinds]
+        single.compile(*(kind() for kind in kinds), run_eagerly=raw)
+        mine.compile(*several, run_eagerly=raw)
+        data = global_batches(X, Y, BATCH, SEED)
+        expected = single.fit(data, epochs=EPOCHS, verbose=0).history
+        result = fit(mine, callbacks=[hvd.callbacks.MetricAverageCallback()]).history
+        close(mine, single)
+        assert copies(mine.get_weights()) == 1
+        assert expected.keys() == result.keys()
+        for name, values in expected.items():
+            np.testing.assert_allclose(result[name], values, rtol=1e-9, err_msg=name)
+    if SIZE == 1:
+        return
+    hidden, mine = hvd.DistributedOptimizer(sgd()), Pair(RANK)
+    mine.train_step = lambda data: hidden.apply(
+        [tf.zeros_like(value) for value in mine.trainable_variables], mine.trainable_variables
+    )
+    mine.compile()
+    expect_error(lambda: fit(mine), "attribute of the model")
+    mine.compile(several[0], several[1])
+    backup = hvd.callbacks.BackupAndRestore(DONE / "several")
+    expect_error(lambda: fit(mine, callbacks=[backup]), "several optimizers")
+
+
+class Idle(keras.layers.Layer):
+    """A layer with a weight that it does not use."""
+
+    def build(self, shape: Any) -> None:
+        self.idle = self.add_weight(name="idle", shape=(2,))
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+def idle() -> None:
+    """A weight without gradients stays as it is, also next to an empty part."""
+    both(lambda: sgd(weight_decay=0.1), model=lambda seed: net(seed, Idle), run_eagerly=True)
+
+
 WAYS = [
     plain,
+    optimizers,
     inputs,
+    idle,
     built_late,
     datasets,
     settings,
