@@ -246,7 +246,8 @@ def prepare(model: Any) -> None:
         model.train_function = None
     if not hasattr(model.train_step, "counts_samples"):
         model.train_step = _counting(model, model.train_step)
-        model.train_function = None
+        model.test_step = _weighing(model.test_step)
+        model.train_function = model.test_function = None
 
 
 def _optimizers(model: Any) -> list[Any]:
@@ -348,7 +349,7 @@ def _counting(model: Any, original: Any) -> Any:
         count = _count(data)
         # A batch of no samples has no statistics: BatchNorm would make them nan.
         kept = [(weight, tf.identity(weight.value)) for weight in model.non_trainable_weights]
-        with counted(reductions, count), ExitStack() as unchanged:
+        with counted(reductions, count) as share, _means_weighted(share), ExitStack() as unchanged:
             if tf.executing_eagerly() and int(count) == 0:  # Keras's losses fail on empty batches
                 unchanged.enter_context(_unchanged(model))
                 data = tf.nest.map_structure(_blank, data)
@@ -359,6 +360,17 @@ def _counting(model: Any, original: Any) -> Any:
 
     train_step.counts_samples = True  # type: ignore[attr-defined]
     return train_step
+
+
+def _weighing(original: Any) -> Any:
+    """Return a ``test_step`` whose means are over samples, not over batches."""
+
+    @functools.wraps(original)
+    def test_step(data: Any) -> Any:
+        with _means_weighted(tf.cast(_count(data), tf.float64)):
+            return original(data)
+
+    return test_step
 
 
 def _count(data: Any) -> Any:
@@ -391,3 +403,25 @@ def _unchanged(model: Any) -> Iterator[None]:
             continue
         for variable in metric.variables:
             variable.assign(before[id(variable)])
+
+
+@contextmanager
+def _means_weighted(weight: Any) -> Iterator[None]:
+    """Weight means of values of a whole batch, e.g. losses of outputs, by ``weight``.
+
+    Within the block, since a model may create them only in its first step.
+    """
+    original = keras.metrics.Mean.update_state
+
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> None:
+        value = keras.ops.convert_to_tensor(values)
+        if value.shape.rank == 0:
+            values = tf.where(weight > 0, value, tf.zeros_like(value))
+            sample_weight = weight if sample_weight is None else sample_weight
+        original(self, values, sample_weight)
+
+    keras.metrics.Mean.update_state = update_state
+    try:
+        yield
+    finally:
+        keras.metrics.Mean.update_state = original

@@ -595,10 +595,42 @@ def idle() -> None:
     both(lambda: sgd(weight_decay=0.1), model=lambda seed: net(seed, Idle), run_eagerly=True)
 
 
+def outputs() -> None:
+    """The logs have the loss of each output, too."""
+
+    def model(seed: int) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        start = keras.Input((5,))
+        middle = keras.layers.Dense(7, "tanh", name="middle")(start)
+        ends = {name: keras.layers.Dense(3, name=name)(middle) for name in ("one", "other")}
+        return keras.Model(start, ends)
+
+    labels = {"one": Y, "other": Y[::-1].copy()}
+    single, mine = model(0), model(RANK)
+    single.compile(sgd(), {"one": LOSS, "other": LOSS})
+    mine.compile(hvd.DistributedOptimizer(sgd()), {"one": LOSS, "other": LOSS})
+    order = global_batches(X, np.arange(SAMPLES), BATCH, SEED)
+    data = order.map(lambda x, i: (x, {n: tf.gather(y, i) for n, y in labels.items()}))
+    val = (VAL_X, {"one": VAL_Y, "other": VAL_Y[::-1]})
+    expected = single.fit(data, validation_data=val, epochs=EPOCHS, verbose=0).history
+    local = slice(RANK, None, SIZE)
+    result = fit(
+        mine,
+        data=hvd.shard((X, labels), global_batch=BATCH, seed=SEED),
+        validation_data=tf.nest.map_structure(lambda array: array[local], val),
+        callbacks=[hvd.callbacks.MetricAverageCallback()],
+    ).history
+    names = {"loss", "one_loss", "other_loss"}
+    assert set(expected) == set(result) == names | {f"val_{name}" for name in names}
+    for name, values in expected.items():
+        np.testing.assert_allclose(result[name], values, rtol=1e-9, err_msg=name)
+
+
 WAYS = [
     plain,
     optimizers,
     inputs,
+    outputs,
     idle,
     built_late,
     datasets,
