@@ -136,20 +136,38 @@ class MetricAverageCallback(ModelCallback):
     def __init__(self, device: str = "") -> None:
         super().__init__()
         self._in_step = False
-        self._counted: set[str] = set()  # names of metrics that are over all ranks
+        self._starting = False  # a validation, whose metrics are not reset yet
+        self._prefix = ""  # of the names in a validation
+        self._counted: dict[str, object] = {}  # metrics over all ranks, of the epoch
         self._step_names: set[str] = set()  # names that the steps return
         self._statistics = ExitStack()
 
-    @override
-    def on_train_begin(self, logs: Logs = None) -> None:
+    def _begin(self) -> None:
+        """Replace the metrics until the model resets them for something else, also after errors."""
+        self._in_step = False
         if self.adapter.world.size > 1:
             self.model.get_metrics_result = self._over_all_ranks
-        self._in_step = False
+            self.model.reset_metrics = self._reset_metrics
+
+    def _end(self) -> None:
+        for name in ("get_metrics_result", "reset_metrics"):
+            if name in vars(self.model):
+                delattr(self.model, name)
+
+    def _reset_metrics(self) -> None:
+        if not self._starting:
+            self._end()
+        self._starting = False
+        type(self.model).reset_metrics(self.model)
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._begin()
 
     @override
     def on_train_end(self, logs: Logs = None) -> None:
-        if "get_metrics_result" in vars(self.model):
-            del self.model.get_metrics_result
+        self._end()
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -162,6 +180,8 @@ class MetricAverageCallback(ModelCallback):
 
     @override
     def on_test_begin(self, logs: Logs = None) -> None:
+        self._begin()
+        self._starting, self._prefix = True, "val_"
         reduction = first_sum(self.model)
         if self.adapter.world.size > 1 and reduction is not None:
             note_samples(reduction)
@@ -175,6 +195,8 @@ class MetricAverageCallback(ModelCallback):
 
     @override
     def on_test_end(self, logs: Logs = None) -> None:
+        self._end()
+        self._starting, self._prefix = False, ""
         self._statistics.close()
         self._step_names |= {f"val_{name}" for name in logs or {}}
 
@@ -198,17 +220,28 @@ class MetricAverageCallback(ModelCallback):
         result = {name: np.asarray(value) for name, value in metrics.items()}
         for variable, value in zip(variables, kept, strict=True):
             variable.assign(value)
-        self._counted |= set(result)
+        self._counted |= {f"{self._prefix}{name}": value.tolist() for name, value in result.items()}
         return result
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        # Further results of a custom train step; all ranks have the same weight.
         logs = {} if logs is None else logs
-        names = sorted(self._step_names & set(logs))
-        others = {n: float(logs[n]) for n in names if n.removeprefix("val_") not in self._counted}
-        if self.adapter.world.size > 1 and others:
-            logs.update(self.adapter.average_metrics(1, **others)[0])
+        if self.adapter.world.size == 1:
+            return
+        # Keras gives the local metrics of the last step if that returns others, too.
+        logs.update({name: value for name, value in self._counted.items() if name in logs})
+        # Those others: in a training weighted by the samples of the last batch.
+        others = {name for name in self._step_names & set(logs) if name not in self._counted}
+        reduction = first_sum(self.model)
+        count = int(reduction.last.numpy()) if reduction else 1
+        for weight, val in ((count, False), (1, True)):
+            sums = {
+                name: weight * float(logs[name]) if weight else 0.0
+                for name in sorted(others)
+                if name.startswith("val_") == val
+            }
+            if sums:
+                logs.update(self.adapter.average_metrics(weight, **sums)[0])
 
 
 def set_learning_rate(optimizer: Any, new: float, *, correct: bool = True) -> None:

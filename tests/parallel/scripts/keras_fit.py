@@ -282,11 +282,11 @@ def rates() -> None:
     warm = hvd.callbacks.LearningRateWarmupCallback(0.2 * SIZE, warmup_epochs=2)
     later = hvd.callbacks.LearningRateScheduleCallback(0.2 * SIZE, 0.1, start_epoch=2)
     history = fit(model, callbacks=[warm, later, Watch()], epochs=4).history
-    total = 2 * STEPS
-    climb = [0.2 * (1 + (SIZE - 1) * (batch + 1) / total) for batch in range(total)]
     fit(model, callbacks=[warm], epochs=1, data=hvd.shard((X, Y), global_batch=SAMPLES))
     half = 0.2 * (1 + (SIZE - 1) / 2)  # that epoch has one batch
     np.testing.assert_allclose(float(model.optimizer.learning_rate), half, rtol=1e-6)
+    total = 2 * STEPS
+    climb = [0.2 * (1 + (SIZE - 1) * (batch + 1) / total) for batch in range(total)]
     after = [0.2 * SIZE] * STEPS + [0.02 * SIZE] * STEPS
     np.testing.assert_allclose(seen, climb + after, rtol=1e-6)
     np.testing.assert_allclose(history["lr"], (climb + after)[STEPS - 1 :: STEPS], rtol=1e-6)
@@ -501,27 +501,6 @@ def commits_follow_the_ranks(folder: Path, wrap: Callable[[Any], Any]) -> None:
         assert state._agreed_reason() == ("the walltime is near", 0)
 
 
-class Sum(keras.Model):
-    """A model with named inputs, built by its first step."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.net = net(seed, begin=False)
-
-    def call(self, inputs: dict[str, Any]) -> Any:
-        return self.net(inputs["a"] + inputs["b"])
-
-
-def inputs() -> None:
-    single, mine = Sum(0), Sum(RANK)
-    single.compile(sgd(), LOSS)
-    mine.compile(hvd.DistributedOptimizer(sgd()), LOSS)
-    data = global_batches(X, Y, BATCH, SEED).map(lambda x, y: ({"a": x, "b": x}, y))
-    single.fit(data, epochs=EPOCHS, verbose=0)
-    fit(mine, data=hvd.shard(({"a": X, "b": X}, Y), global_batch=BATCH, seed=SEED))
-    close(mine, single)
-
-
 class Pair(keras.Model):
     """Two nets with an optimizer each, and a train step of their own, as of a GAN."""
 
@@ -580,19 +559,25 @@ def optimizers() -> None:
     expect_error(lambda: fit(mine, callbacks=[backup]), "several optimizers")
 
 
-class Idle(keras.layers.Layer):
-    """A layer with a weight that it does not use."""
+class Sum(keras.Model):
+    """A model with named inputs, built by its first step."""
 
-    def build(self, shape: Any) -> None:
-        self.idle = self.add_weight(name="idle", shape=(2,))
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.net = net(seed, begin=False)
 
-    def call(self, inputs: Any) -> Any:
-        return inputs
+    def call(self, inputs: dict[str, Any]) -> Any:
+        return self.net(inputs["a"] + inputs["b"])
 
 
-def idle() -> None:
-    """A weight without gradients stays as it is, also next to an empty part."""
-    both(lambda: sgd(weight_decay=0.1), model=lambda seed: net(seed, Idle), run_eagerly=True)
+def inputs() -> None:
+    single, mine = Sum(0), Sum(RANK)
+    single.compile(sgd(), LOSS)
+    mine.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+    data = global_batches(X, Y, BATCH, SEED).map(lambda x, y: ({"a": x, "b": x}, y))
+    single.fit(data, epochs=EPOCHS, verbose=0)
+    fit(mine, data=hvd.shard(({"a": X, "b": X}, Y), global_batch=BATCH, seed=SEED))
+    close(mine, single)
 
 
 def outputs() -> None:
@@ -626,11 +611,48 @@ def outputs() -> None:
         np.testing.assert_allclose(result[name], values, rtol=1e-9, err_msg=name)
 
 
+def evaluated() -> None:
+    """``evaluate`` with the callback is over all ranks; without it local, after a failure, too."""
+    model = net(0)
+    average = hvd.callbacks.MetricAverageCallback()
+    model.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
+    expected = model.evaluate(X, Y, verbose=0)
+    mine = slice(RANK, None, SIZE)
+    result = model.evaluate(X[mine], Y[mine], callbacks=[average], verbose=0)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+    assert copies([np.asarray(model.evaluate(X[mine], Y[mine], verbose=0))]) == SIZE
+
+    def fail(batch: int, logs: Any = None) -> None:
+        raise KeyError(batch)
+
+    failing = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+    with contextlib.suppress(KeyError):
+        fit(model, callbacks=[average, failing])
+    if RANK == 0:  # waits for nobody
+        model.evaluate(X, Y, verbose=0)
+
+
+class Idle(keras.layers.Layer):
+    """A layer with a weight that it does not use."""
+
+    def build(self, shape: Any) -> None:
+        self.idle = self.add_weight(name="idle", shape=(2,))
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+def idle() -> None:
+    """A weight without gradients stays as it is, also next to an empty part."""
+    both(lambda: sgd(weight_decay=0.1), model=lambda seed: net(seed, Idle), run_eagerly=True)
+
+
 WAYS = [
     plain,
     optimizers,
     inputs,
     outputs,
+    evaluated,
     idle,
     built_late,
     datasets,
