@@ -19,7 +19,15 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
 from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
-from hvdtrain.keras.data import Logs, ModelCallback, note_samples, rate_of, step_sum
+from hvdtrain.keras.data import (
+    Logs,
+    ModelCallback,
+    first_sum,
+    is_built,
+    note_samples,
+    rate_of,
+    step_sums,
+)
 from hvdtrain.keras.optimizer import broadcast_variables, check_root
 from hvdtrain.steps.checkpoint_files import Arrays
 
@@ -68,11 +76,11 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
         self._compared = False
-        reduction = step_sum(self.model.optimizer)
+        reduction = first_sum(self.model)
         check_root(self.root_rank, reduction and reduction.process_set)
         if self.adapter.world.size == 1:
             return
-        if self.model.built:
+        if is_built(self.model):
             self._broadcast()
         elif reduction is None:
             raise UsageError(
@@ -85,11 +93,14 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
     def _broadcast(self) -> None:
         saved = [(variable, variable.numpy()) for variable in self.local_variables]
         optimizer = self.model.optimizer
-        note_samples(optimizer)
+        note_samples(first_sum(self.model))
         self.adapter.broadcast_state(self.model, optimizer)
         rate = rate_of(optimizer)
         if rate is not None:  # possibly from a checkpoint that only rank 0 has read
             broadcast_variables([rate], self.adapter)
+        for reduction in step_sums(self.model):
+            if reduction.optimizer is not optimizer:
+                reduction.broadcast()
         for variable, value in saved:
             variable.assign(value)
 
@@ -104,7 +115,7 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
         self._compare(f"after epoch {epoch + 1}")
 
     def _compare(self, when: str) -> None:
-        reduction = step_sum(self.model.optimizer)
+        reduction = first_sum(self.model)
         local = self.local_variables or (reduction and reduction.local)
         if self.adapter.world.size > 1 and not local:
             text = f"{when}: the ranks have made different updates. {REMEDY}"
@@ -125,20 +136,38 @@ class MetricAverageCallback(ModelCallback):
     def __init__(self, device: str = "") -> None:
         super().__init__()
         self._in_step = False
-        self._counted: set[str] = set()  # names of metrics that are over all ranks
+        self._starting = False  # a validation, whose metrics are not reset yet
+        self._prefix = ""  # of the names in a validation
+        self._counted: dict[str, object] = {}  # metrics over all ranks, of the epoch
         self._step_names: set[str] = set()  # names that the steps return
         self._statistics = ExitStack()
 
-    @override
-    def on_train_begin(self, logs: Logs = None) -> None:
+    def _begin(self) -> None:
+        """Replace the metrics until the model resets them for something else, also after errors."""
+        self._in_step = False
         if self.adapter.world.size > 1:
             self.model.get_metrics_result = self._over_all_ranks
-        self._in_step = False
+            self.model.reset_metrics = self._reset_metrics
+
+    def _end(self) -> None:
+        for name in ("get_metrics_result", "reset_metrics"):
+            if name in vars(self.model):
+                delattr(self.model, name)
+
+    def _reset_metrics(self) -> None:
+        if not self._starting:
+            self._end()
+        self._starting = False
+        type(self.model).reset_metrics(self.model)
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._begin()
 
     @override
     def on_train_end(self, logs: Logs = None) -> None:
-        if "get_metrics_result" in vars(self.model):
-            del self.model.get_metrics_result
+        self._end()
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -151,9 +180,11 @@ class MetricAverageCallback(ModelCallback):
 
     @override
     def on_test_begin(self, logs: Logs = None) -> None:
-        reduction = step_sum(self.model.optimizer)
+        self._begin()
+        self._starting, self._prefix = True, "val_"
+        reduction = first_sum(self.model)
         if self.adapter.world.size > 1 and reduction is not None:
-            note_samples(self.model.optimizer)
+            note_samples(reduction)
             self._statistics.enter_context(self.adapter.averaged_buffers(self.model))
 
     on_test_batch_begin = on_train_batch_begin
@@ -164,6 +195,8 @@ class MetricAverageCallback(ModelCallback):
 
     @override
     def on_test_end(self, logs: Logs = None) -> None:
+        self._end()
+        self._starting, self._prefix = False, ""
         self._statistics.close()
         self._step_names |= {f"val_{name}" for name in logs or {}}
 
@@ -187,17 +220,28 @@ class MetricAverageCallback(ModelCallback):
         result = {name: np.asarray(value) for name, value in metrics.items()}
         for variable, value in zip(variables, kept, strict=True):
             variable.assign(value)
-        self._counted |= set(result)
+        self._counted |= {f"{self._prefix}{name}": value.tolist() for name, value in result.items()}
         return result
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        # Further results of a custom train step; all ranks have the same weight.
         logs = {} if logs is None else logs
-        names = sorted(self._step_names & set(logs))
-        others = {n: float(logs[n]) for n in names if n.removeprefix("val_") not in self._counted}
-        if self.adapter.world.size > 1 and others:
-            logs.update(self.adapter.average_metrics(1, **others)[0])
+        if self.adapter.world.size == 1:
+            return
+        # Keras gives the local metrics of the last step if that returns others, too.
+        logs.update({name: value for name, value in self._counted.items() if name in logs})
+        # Those others: in a training weighted by the samples of the last batch.
+        others = {name for name in self._step_names & set(logs) if name not in self._counted}
+        reduction = first_sum(self.model)
+        count = int(reduction.last.numpy()) if reduction else 1
+        for weight, val in ((count, False), (1, True)):
+            sums = {
+                name: weight * float(logs[name]) if weight else 0.0
+                for name in sorted(others)
+                if name.startswith("val_") == val
+            }
+            if sums:
+                logs.update(self.adapter.average_metrics(weight, **sums)[0])
 
 
 def set_learning_rate(optimizer: Any, new: float, *, correct: bool = True) -> None:
@@ -244,6 +288,7 @@ class LearningRateScheduleCallback(ModelCallback):
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
         self.staircase, self.momentum_correction = staircase, momentum_correction
         self.steps_per_epoch = steps_per_epoch
+        self._steps = steps_per_epoch  # of the current ``fit``
         self._epoch = 0
         self.multiplier: Callable[[float], float]
         if callable(multiplier):
@@ -253,8 +298,8 @@ class LearningRateScheduleCallback(ModelCallback):
 
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
-        self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
-        if not self.staircase and not self.steps_per_epoch:
+        self._steps = self.steps_per_epoch or self.params.get("steps")
+        if not self.staircase and not self._steps:
             raise UsageError(
                 f"{type(self).__name__}: the number of batches per epoch is unknown; specify "
                 "steps_per_epoch"
@@ -273,7 +318,7 @@ class LearningRateScheduleCallback(ModelCallback):
         if self.end_epoch is not None and epoch >= self.end_epoch:
             return
         if not self.staircase:
-            self._set(epoch + batch / (self.steps_per_epoch or 1))
+            self._set(epoch + batch / (self._steps or 1))
         elif batch == first:
             self._set(epoch)
 
@@ -310,7 +355,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             # Already the last batch of the warm-up has the final learning rate.
-            done = (epoch + 1 / (self.steps_per_epoch or 1)) / warmup_epochs
+            done = (epoch + 1 / (self._steps or 1)) / warmup_epochs
             size = self.adapter.world.size
             return (1 + done * (size - 1)) / size
 

@@ -20,7 +20,16 @@ from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.save import Save
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import session
-from hvdtrain.keras.data import Logs, ModelCallback, learning_rate, note_samples, step_sum
+from hvdtrain.keras.data import (
+    Logs,
+    ModelCallback,
+    first_sum,
+    is_built,
+    learning_rate,
+    note_samples,
+    step_sum,
+    step_sums,
+)
 from hvdtrain.steps.checkpoint_files import DAMAGE, flush
 from hvdtrain.system.runtime.exit import agreed
 
@@ -78,7 +87,7 @@ class ModelCheckpoint(ModelCallback, keras.callbacks.ModelCheckpoint):
     @override
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         adapter, save = self.adapter, super().on_epoch_end
-        note_samples(self._trained.optimizer)
+        note_samples(first_sum(self._trained))
 
         def write() -> None:
             try:
@@ -152,7 +161,7 @@ class BackupAndRestore(ModelCallback):
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
         model, adapter = self.model, self.adapter
-        if not model.built:
+        if not is_built(model):
             raise HvdtrainError(
                 "BackupAndRestore: the model has no weights yet to restore: start it with "
                 "keras.Input(shape), or call model.build(shape)"
@@ -226,7 +235,7 @@ def save(
 
     Among the JSON values of ``state`` is ``step``, a growing number.
     """
-    note_samples(optimizer)
+    note_samples(step_sum(optimizer))
     mine = [seed.numpy().tolist() for seed in _seeds(model)]
     state["seeds"] = adapter.communicator.gather_json(mine)
     state["learning_rate"] = learning_rate(optimizer)
@@ -241,9 +250,15 @@ def restore(
     Returns the saved ``state``; None if there is no checkpoint.
 
     Raises:
-        UsageError: on every rank: the directory is of another training or process set.
+        UsageError: on every rank: the directory is of another training or process set; the model
+            has several optimizers.
     """
     reduction = step_sum(optimizer)
+    if set(step_sums(model)) - {reduction}:
+        raise UsageError(
+            "the model has several optimizers, of which a checkpoint would hold only the compiled "
+            "one: save it by ModelCheckpoint"
+        )
     if reduction and session.number_of(reduction.process_set):
         adapter.communicator.on_root(lambda: _occupy(directory, reduction.process_set.ranks))
     state = adapter.resume(directory, model, optimizer)

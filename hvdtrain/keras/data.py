@@ -6,10 +6,12 @@ Every callback of this package prepares its model, before its step is traced.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -20,7 +22,7 @@ from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.tensorflow.distributed import distribute, reduction_of, undistribute
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
-from hvdtrain.keras.optimizer import StepSum
+from hvdtrain.keras.optimizer import StepSum, counted
 from hvdtrain.steps.sharding import Shards, bounds
 from hvdtrain.steps.world import World
 
@@ -55,8 +57,8 @@ def shard(
             ranks. If there are process sets, it must be specified.
 
     Raises:
-        UsageError: arrays without ``global_batch``, or a dataset with one; arrays of different
-            lengths; there are process sets, and none is specified.
+        UsageError: arrays without ``global_batch``, or a dataset with one; lists, or arrays of
+            different lengths; there are process sets, and none is specified.
     """
     if isinstance(data, tf.data.Dataset):
         if global_batch is not None:
@@ -67,6 +69,8 @@ def shard(
         raise UsageError("shard: specify global_batch=, the samples per step over all ranks")
     with tf.device("/CPU:0"):  # saves GPU memory
         arrays = tf.nest.map_structure(tf.convert_to_tensor, data)
+    if any(array.shape.rank == 0 for array in tf.nest.flatten(arrays)):
+        raise UsageError("shard: a list is not an array: use np.asarray(y)")
     lengths = {int(array.shape[0]) for array in tf.nest.flatten(arrays)}
     if len(lengths) != 1:
         raise UsageError(f"shard: the arrays have {sorted(lengths)} samples, not one number")
@@ -80,7 +84,17 @@ def shard(
         lambda part: tf.nest.map_structure(lambda array: tf.gather(array, part), arrays)
     )
     known = tf.data.experimental.assert_cardinality(shards.steps_per_epoch)
-    return parts.apply(known).prefetch(tf.data.AUTOTUNE)
+    result = parts.apply(known).prefetch(tf.data.AUTOTUNE)
+    result.repeat = _refuse_repeat
+    return result
+
+
+def _refuse_repeat(*_: object, **__: object) -> NoReturn:
+    """Refuse what would read the next epoch's samples before that epoch begins."""
+    raise UsageError(
+        "shard: fit draws a new order of the samples for each epoch: omit repeat() and "
+        "steps_per_epoch"
+    )
 
 
 @dataclass
@@ -216,23 +230,46 @@ def prepare(model: Any) -> None:
     distributed one would check one rank's gradients for overflows; it must check their sum, so it
     becomes the distributed optimizer.
     """
-    optimizer = model.optimizer
-    if adapter_of(optimizer).world.size == 1:
+    if len({reduction.adapter for reduction in step_sums(model)}) > 1:
+        raise UsageError("the optimizers of a model must have the same process_set")
+    if adapter_of(first_sum(model)).world.size == 1:
         return
-    inner = getattr(optimizer, "inner_optimizer", None)
-    reduction = reduction_of(inner)
-    if isinstance(reduction, StepSum):
-        undistribute(inner)
-        distribute(optimizer, reduction)
-        reduction.optimizer = optimizer
-    if step_sum(optimizer) is None:
-        return
+    for optimizer in _optimizers(model):
+        inner = getattr(optimizer, "inner_optimizer", None)
+        reduction = reduction_of(inner)
+        if isinstance(reduction, StepSum):
+            undistribute(inner)
+            distribute(optimizer, reduction)
+            reduction.optimizer = optimizer
     if model.jit_compile:
         model.jit_compile = False
         model.train_function = None
     if not hasattr(model.train_step, "counts_samples"):
         model.train_step = _counting(model, model.train_step)
-        model.train_function = None
+        model.test_step = _weighing(model.test_step)
+        model.train_function = model.test_function = None
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Return the optimizers of a model: the compiled one, and those of a train step of its own.
+
+    These are attributes of it or its layers. With Keras's step a layer may be a compiled model.
+    """
+    compiled = getattr(model, "optimizer", None)
+    step = getattr(model.train_step, "__wrapped__", model.train_step)
+    if getattr(step, "__func__", None) is keras.Model.train_step:
+        return [compiled] if compiled else []
+    attributes = [value for layer in model._flatten_layers() for value in vars(layer).values()]
+    several = [value for value in attributes if isinstance(value, (list, tuple))]
+    several += [list(value.values()) for value in attributes if isinstance(value, dict)]
+    values = [compiled, *attributes, *itertools.chain(*several)]
+    return [value for value in values if isinstance(value, keras.optimizers.Optimizer)]
+
+
+def step_sums(model: Any) -> list[StepSum]:
+    """Return the gradient sums of a model's optimizers, that of the compiled one first."""
+    reductions = map(step_sum, _optimizers(model))
+    return list(dict.fromkeys(reduction for reduction in reductions if reduction))
 
 
 def step_sum(optimizer: Any) -> StepSum | None:
@@ -242,9 +279,13 @@ def step_sum(optimizer: Any) -> StepSum | None:
     return reduction if isinstance(reduction, StepSum) else None
 
 
-def adapter_of(optimizer: Any) -> CommonAdapter:
+def first_sum(model: Any) -> StepSum | None:
+    """Return the gradient sum that stands for a model; None if its optimizer is not distributed."""
+    return next(iter(step_sums(model)), None)
+
+
+def adapter_of(reduction: StepSum | None) -> CommonAdapter:
     """Return the adapter of the ranks that train a model together: all or a process set."""
-    reduction = step_sum(optimizer)
     return reduction.adapter if reduction else session.adapter()
 
 
@@ -269,7 +310,7 @@ class ModelCallback(keras.callbacks.Callback):
     @override
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        self.adapter = adapter_of(model.optimizer)
+        self.adapter = adapter_of(first_sum(model))
         prepare(model)
 
     @override
@@ -278,10 +319,17 @@ class ModelCallback(keras.callbacks.Callback):
         begin_epoch(epoch)
 
 
-def note_samples(optimizer: Any) -> None:
+def note_samples(reduction: StepSum | None) -> None:
     """Set the adapter's count of samples trained on, the weight of this rank's statistics."""
-    if reduction := step_sum(optimizer):
+    if reduction:
         reduction.adapter.samples_seen = int(reduction.samples.numpy())
+
+
+def is_built(model: Any) -> bool:
+    """Return whether a model has its variables; one with only a train step is never called."""
+    if model.built or type(model).call is not keras.Model.call:
+        return bool(model.built)
+    return all(layer.built for layer in model._flatten_layers(include_self=False))
 
 
 def _counting(model: Any, original: Any) -> Any:
@@ -289,24 +337,22 @@ def _counting(model: Any, original: Any) -> Any:
 
     @functools.wraps(original)
     def train_step(data: Any) -> Any:
-        reduction = step_sum(model.optimizer)
-        if reduction is None:  # recompiled
-            return original(data)
-        x = keras.utils.unpack_x_y_sample_weight(data)[0]
-        if not model.built:  # variables created in a trace would be initialized too late
-            shapes = tf.nest.map_structure(lambda tensor: (None, *tensor.shape[1:]), x)
+        reductions = step_sums(model)
+        if not is_built(model):  # variables created in a trace would be initialized too late
+            if type(model).call is keras.Model.call:
+                raise UsageError("build the layers of the model first: it has only a train_step")
+            x = keras.utils.unpack_x_y_sample_weight(data)[0]
             with tf.init_scope():
-                model.build(shapes)
-            reduction.begin()
-        first = next(tensor for tensor in tf.nest.flatten(x) if tensor is not None)
-        count = tf.shape(first)[0]
+                model(tf.nest.map_structure(_symbol, x))
+            for reduction in reductions:
+                reduction.begin()
+        count = _count(data)
         # A batch of no samples has no statistics: BatchNorm would make them nan.
         kept = [(weight, tf.identity(weight.value)) for weight in model.non_trainable_weights]
-        with reduction.step(count):
+        with counted(reductions, count) as share, _means_weighted(share), ExitStack() as unchanged:
             if tf.executing_eagerly() and int(count) == 0:  # Keras's losses fail on empty batches
-                variables = model.trainable_variables
-                model.optimizer.apply([tf.zeros_like(value) for value in variables], variables)
-                return model.get_metrics_result()
+                unchanged.enter_context(_unchanged(model))
+                data = tf.nest.map_structure(_blank, data)
             result = original(data)
         for weight, value in kept:
             weight.assign(tf.where(count > 0, weight.value, value))
@@ -314,3 +360,68 @@ def _counting(model: Any, original: Any) -> Any:
 
     train_step.counts_samples = True  # type: ignore[attr-defined]
     return train_step
+
+
+def _weighing(original: Any) -> Any:
+    """Return a ``test_step`` whose means are over samples, not over batches."""
+
+    @functools.wraps(original)
+    def test_step(data: Any) -> Any:
+        with _means_weighted(tf.cast(_count(data), tf.float64)):
+            return original(data)
+
+    return test_step
+
+
+def _count(data: Any) -> Any:
+    """Return the number of samples of a batch."""
+    return tf.shape(next(tensor for tensor in tf.nest.flatten(data) if tensor is not None))[0]
+
+
+def _symbol(tensor: Any) -> Any:
+    """Return an input like ``tensor`` for a call that only builds the model."""
+    if tensor is None:
+        return None
+    return keras.KerasTensor(
+        (None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype)
+    )
+
+
+def _blank(tensor: Any) -> Any:
+    """Return one blank sample, of no weight, in place of none: as others have, it has gradients."""
+    return None if tensor is None else tf.zeros([1, *tensor.shape[1:]], tensor.dtype)
+
+
+@contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Restore the metrics of the model after the block."""
+    before = {id(variable): variable.numpy() for variable in model.metrics_variables}
+    yield
+    for metric in model.metrics:
+        if not all(id(variable) in before for variable in metric.variables):  # new
+            metric.reset_state()
+            continue
+        for variable in metric.variables:
+            variable.assign(before[id(variable)])
+
+
+@contextmanager
+def _means_weighted(weight: Any) -> Iterator[None]:
+    """Weight means of values of a whole batch, e.g. losses of outputs, by ``weight``.
+
+    Within the block, since a model may create them only in its first step.
+    """
+    original = keras.metrics.Mean.update_state
+
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> None:
+        value = keras.ops.convert_to_tensor(values)
+        if value.shape.rank == 0:
+            values = tf.where(weight > 0, value, tf.zeros_like(value))
+            sample_weight = weight if sample_weight is None else sample_weight
+        original(self, values, sample_weight)
+
+    keras.metrics.Mean.update_state = update_state
+    try:
+        yield
+    finally:
+        keras.metrics.Mean.update_state = original

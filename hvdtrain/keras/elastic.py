@@ -26,7 +26,15 @@ from hvdtrain.errors import EXIT_PREEMPTED, UsageError
 from hvdtrain.keras import checkpoint, session
 from hvdtrain.keras import data as shards
 from hvdtrain.keras.callbacks import set_learning_rate
-from hvdtrain.keras.data import Logs, ModelCallback, adapter_of, learning_rate, note_samples
+from hvdtrain.keras.data import (
+    Logs,
+    ModelCallback,
+    adapter_of,
+    is_built,
+    learning_rate,
+    note_samples,
+    step_sum,
+)
 from hvdtrain.steps.checkpoint_files import check_keys
 from hvdtrain.system.runtime.detect import is_elastic
 from hvdtrain.system.runtime.exit import leave, process_status
@@ -60,7 +68,7 @@ class TensorFlowKerasState:
         keep: int = 3,
         **values: Any,
     ) -> None:
-        if not model.built:
+        if not is_built(model):
             raise UsageError(
                 "KerasState: the model has no weights yet: start it with keras.Input(shape), or "
                 "call model.build(shape)"
@@ -103,7 +111,7 @@ class TensorFlowKerasState:
     @property
     def adapter(self) -> CommonAdapter:
         """The adapter of the ranks that train the model."""
-        return adapter_of(self.optimizer)
+        return adapter_of(step_sum(self.optimizer))
 
     @functools.cached_property
     def _preemption(self) -> Preemption:
@@ -121,7 +129,7 @@ class TensorFlowKerasState:
         self._rate = learning_rate(self.optimizer)
         if self.directory is None:
             if self.adapter.world.size > 1:
-                note_samples(self.optimizer)
+                note_samples(step_sum(self.optimizer))
                 self.adapter.broadcast_state(self.model, self.optimizer)
             return
         state = self._restore(self.directory)

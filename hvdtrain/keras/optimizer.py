@@ -1,7 +1,7 @@
 """Step 5 for Keras: ``DistributedOptimizer``, and the sum of gradients weighted by samples.
 
 The weight of a rank in a step is its share of the samples of the global batch, counted in that step
-(``StepSum.step``, which ``data.py`` wraps around ``train_step``): so the means over the ranks'
+(``counted``, which ``data.py`` wraps around ``train_step``): so the means over the ranks'
 batches become the mean over all samples, including uneven and empty batches. In a custom training
 loop, in which samples are not counted, all ranks have the same weight.
 """
@@ -29,6 +29,7 @@ from hvdtrain.keras import session
 # to keep a deleted optimizer and its variables.
 _step_sums: weakref.WeakKeyDictionary[CommonAdapter, list[weakref.ref[StepSum]]]
 _step_sums = weakref.WeakKeyDictionary()
+_in_step = False  # whether a train step of ``fit`` is being traced or run
 
 
 class StepSum(GradientReduction):
@@ -72,28 +73,14 @@ class StepSum(GradientReduction):
             )
             self.buckets = Buckets(name, self._reduce, hooks)
             self.samples = tf.Variable(0, dtype=tf.int64, trainable=False, name="samples")
-            self._nothing = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="nothing")
-        self._weight: Any = None  # of this rank in the current step
+            self.last = tf.Variable(0, dtype=tf.int64, trainable=False, name="last_samples")
+            self.nothing = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="nothing")
+        self.weight: Any = None  # of this rank in the current step; None: not in a step of ``fit``
 
     @property
     def adapter(self) -> CommonAdapter:
         """The adapter of the ranks that train together."""
         return session.adapter(self.process_set)
-
-    @contextmanager
-    def step(self, count: Any) -> Iterator[None]:
-        """Weight sums within the block by ``count``, a tensor: the samples of this rank."""
-        self.samples.assign_add(tf.cast(count, tf.int64))
-        if self.average:
-            # It depends on the previous update, so that no two overlap, and on a variable, so that
-            # TensorFlow does not treat it as a constant.
-            mine = tf.cast(count, tf.float64) + self._nothing
-            total = self.adapter.sum_tensor(mine[None], f"{self.name}.samples")[0]
-            self._weight = tf.math.divide_no_nan(mine, total)
-        try:
-            yield
-        finally:
-            self._weight = None
 
     @override
     def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -107,7 +94,14 @@ class StepSum(GradientReduction):
         result = [self._local_gradient(*pair) for pair in zip(gradients, variables, strict=True)]
         if not shared:
             return result
-        weight = self._weight if self._weight is not None else self._fixed_weight()
+        weight = self.weight
+        if weight is None:
+            if _in_step:
+                raise UsageError(
+                    "train_step: assign each DistributedOptimizer to an attribute of the model, or "
+                    "of one of its layers: their gradients are weighted by the samples of the batch"
+                )
+            weight = self._fixed_weight()
         totals = self.buckets.sum(
             [gradients[index] for index in shared],
             [variables[index] for index in shared],
@@ -117,7 +111,7 @@ class StepSum(GradientReduction):
         for index, total in zip(shared, totals, strict=True):
             result[index] = total if factor == 1 else total * factor
         with tf.control_dependencies(totals):
-            self._nothing.assign(0.0)
+            self.nothing.assign(0.0)
         return result
 
     def _fixed_weight(self) -> float:
@@ -158,6 +152,35 @@ class StepSum(GradientReduction):
             return
         everything = [*self.optimizer._trainable_variables, *self.optimizer.variables]
         broadcast_variables(everything, self.adapter)
+
+
+@contextmanager
+def counted(reductions: Sequence[StepSum], count: Any) -> Iterator[Any]:
+    """Weight sums of ``reductions`` within the block by ``count``, a tensor: this rank's samples.
+
+    Yields its share of the samples of all ranks. Sums of other optimizers are refused.
+    """
+    global _in_step
+    share: Any = 1.0
+    for reduction in reductions:
+        reduction.last.assign(tf.cast(count, tf.int64))
+        reduction.samples.assign_add(reduction.last)
+    if reductions:
+        # It depends on the previous updates, so that no two overlap, and on variables, so that
+        # TensorFlow does not treat it as a constant.
+        mine = tf.add_n([tf.cast(count, tf.float64), *(each.nothing for each in reductions)])
+        name = f"{reductions[0].name}.samples"
+        total = reductions[0].adapter.sum_tensor(mine[None], name)[0]
+        share = tf.math.divide_no_nan(mine, total)
+    _in_step = True
+    try:
+        for reduction in reductions:
+            reduction.weight = share if reduction.average else 1.0
+        yield share
+    finally:
+        _in_step = False
+        for reduction in reductions:
+            reduction.weight = None
 
 
 def broadcast_variables(variables: Sequence[Any], adapter: CommonAdapter) -> None:

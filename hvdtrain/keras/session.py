@@ -8,6 +8,7 @@ from 0, and involve no other rank.
 from __future__ import annotations
 
 import atexit
+import builtins
 import functools
 import os
 import sys
@@ -26,7 +27,7 @@ from hvdtrain.system.runtime.exit import restart_after_rank_loss
 
 _adapters: dict[int, CommonAdapter] = {}  # by process set; 0: all ranks, created by ``init``
 _known: dict[int, Any] = {}  # process sets, except for the global one
-_fails = False  # the script has called ``sys.exit`` with a code other than 0
+_fails = False  # the script has called ``sys.exit`` or ``exit`` with a code other than 0
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
@@ -69,7 +70,9 @@ def init(comm: Any = None, process_sets: Sequence[Any] | str | None = None) -> N
     _known.update((process_set.process_set_id, process_set) for process_set in sets)
     if created.world.size > 1:
         atexit.register(_part)
-        sys.exit = _noted(sys.exit)
+        for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+            if hasattr(module, name):  # not under python -S
+                setattr(module, name, _noted(getattr(module, name)))
 
 
 @contextmanager
@@ -230,20 +233,20 @@ def shutdown() -> None:
 def _part() -> None:
     """Wait for all ranks if there are process sets: Horovod ends on all with the first rank.
 
-    A rank that fails does not wait.
+    A rank that fails does not wait, unless by ``raise SystemExit``, which leaves no trace.
     """
     if _known and _adapters and not _fails and not hasattr(sys, "last_type"):
         _adapters[0].communicator.gather(b"")
 
 
 def _noted(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-    """Return a ``sys.exit`` that records failures for ``_part``: ``atexit`` has no exit code."""
+    """Return an ``exit`` that records failures for ``_part``: ``atexit`` has no exit code."""
 
     @functools.wraps(leave)
-    def noted(status: Any = None, /) -> NoReturn:
+    def noted(code: Any = None) -> NoReturn:
         global _fails
-        _fails = status not in (None, 0)
-        leave(status)
+        _fails = code not in (None, 0)
+        leave(code)
 
     return noted
 

@@ -1,13 +1,13 @@
 """Step 5 for TensorFlow: an optimizer that sums the gradients of all ranks before it updates.
 
-The optimizer's class is replaced by a subclass with the same name and module, created at run time:
-it keeps its type, state and methods, and a saved model is loaded with the original class.
+Two methods of the object are replaced, not its class: so it is saved as the original one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 
@@ -25,31 +25,34 @@ class GradientReduction(ABC):
 
 def distribute(optimizer: Any, reduction: GradientReduction) -> None:
     """Make ``optimizer`` apply the gradients that ``reduction`` returns, from now on."""
-    base = type(optimizer)
-
-    class Distributed(base):  # type: ignore[misc,valid-type]
-        _hvdtrain = (reduction, base)
-
-        def scale_loss(self, loss: Any) -> Any:
-            return reduction.scale_loss(super().scale_loss(loss))
-
-        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-            if trainable_variables is None:
-                trainable_variables = self._trainable_variables
-            variables = list(trainable_variables)
-            super().apply(reduction.sum(list(grads), variables), variables)
-
-    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        setattr(Distributed, name, getattr(base, name))
-    optimizer.__class__ = Distributed
+    optimizer._hvdtrain = reduction
+    for method in _METHODS:
+        setattr(optimizer, method.__name__, MethodType(method, optimizer))
 
 
 def reduction_of(optimizer: Any) -> GradientReduction | None:
     """Return the reduction of a distributed optimizer; None for an original one."""
-    attributes: tuple[GradientReduction, type] | None = getattr(type(optimizer), "_hvdtrain", None)
-    return attributes[0] if attributes else None
+    return getattr(optimizer, "_hvdtrain", None)
 
 
 def undistribute(optimizer: Any) -> None:
-    """Restore the original class of a distributed optimizer."""
-    optimizer.__class__ = type(optimizer)._hvdtrain[1]
+    """Restore the original methods of a distributed optimizer."""
+    del optimizer._hvdtrain
+    for method in _METHODS:
+        delattr(optimizer, method.__name__)
+
+
+def scale_loss(self: Any, loss: Any) -> Any:
+    """Return the loss scaled by the optimizer, then by its reduction."""
+    return self._hvdtrain.scale_loss(type(self).scale_loss(self, loss))
+
+
+def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    """Apply the gradients that the reduction returns."""
+    if trainable_variables is None:
+        trainable_variables = self._trainable_variables
+    variables = list(trainable_variables)
+    type(self).apply(self, self._hvdtrain.sum(list(grads), variables), variables)
+
+
+_METHODS = (scale_loss, apply)  # of a distributed optimizer

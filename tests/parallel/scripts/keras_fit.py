@@ -117,6 +117,8 @@ def datasets() -> None:
     expect_error(lambda: hvd.shard((X, Y)), "global_batch=")
     expect_error(lambda: hvd.shard(rows, global_batch=8), "dataset.batch(GLOBAL_BATCH)")
     expect_error(lambda: hvd.shard((X, Y[1:]), global_batch=8), "[16, 17]")
+    expect_error(lambda: hvd.shard((X, Y.tolist()), global_batch=8), "np.asarray")
+    expect_error(lambda: kept.repeat(), "omit repeat() and steps_per_epoch")
 
 
 def settings() -> None:
@@ -138,7 +140,7 @@ def settings() -> None:
 
 def fit(model: keras.Model, **options: Any) -> Any:
     """Fit over the ranks, with the one callback that is needed."""
-    data = hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
+    data = options.pop("data", None) or hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
     callbacks = [*options.pop("callbacks", ()), hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
     options = {"epochs": EPOCHS, "verbose": 0, **options}
     return model.fit(data, callbacks=callbacks, **options)
@@ -280,6 +282,9 @@ def rates() -> None:
     warm = hvd.callbacks.LearningRateWarmupCallback(0.2 * SIZE, warmup_epochs=2)
     later = hvd.callbacks.LearningRateScheduleCallback(0.2 * SIZE, 0.1, start_epoch=2)
     history = fit(model, callbacks=[warm, later, Watch()], epochs=4).history
+    fit(model, callbacks=[warm], epochs=1, data=hvd.shard((X, Y), global_batch=SAMPLES))
+    half = 0.2 * (1 + (SIZE - 1) / 2)  # that epoch has one batch
+    np.testing.assert_allclose(float(model.optimizer.learning_rate), half, rtol=1e-6)
     total = 2 * STEPS
     climb = [0.2 * (1 + (SIZE - 1) * (batch + 1) / total) for batch in range(total)]
     after = [0.2 * SIZE] * STEPS + [0.02 * SIZE] * STEPS
@@ -301,6 +306,11 @@ def rates() -> None:
     np.testing.assert_allclose(weight.numpy(), [-0.5 + 0.5 * 2 * -0.5 - 1.0])
 
 
+@keras.saving.register_keras_serializable("tests")
+class Registered(keras.optimizers.SGD):
+    """An optimizer of the user's own."""
+
+
 def saved() -> None:
     """Rank 0 writes whole files, of the plain optimizer; what is loaded trains on all ranks."""
     folder = DONE / "saved"
@@ -320,6 +330,10 @@ def saved() -> None:
     fit(loaded, epochs=3, initial_epoch=2)
     close(loaded, model)
     assert copies(loaded.get_weights()) == 1
+    model.compile(hvd.DistributedOptimizer(Registered(0.2)), LOSS)
+    model.save(folder / f"own-{RANK}.keras")
+    own = keras.models.load_model(folder / f"own-{RANK}.keras").optimizer
+    assert type(own) is Registered and reduction_of(own) is None
 
 
 def resumed() -> None:
@@ -329,6 +343,7 @@ def resumed() -> None:
         model = net(RANK, keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.3))
         optimizer = keras.optimizers.LossScaleOptimizer(sgd()) if SIZE == 2 else sgd()
         model.compile(hvd.DistributedOptimizer(optimizer), LOSS, metrics=["accuracy"])
+        model.layers[0].trained_by = hvd.DistributedOptimizer(sgd())  # in an earlier training
         callbacks = [
             hvd.callbacks.BackupAndRestore(DONE / folder),
             hvd.callbacks.MetricAverageCallback(),
@@ -486,8 +501,159 @@ def commits_follow_the_ranks(folder: Path, wrap: Callable[[Any], Any]) -> None:
         assert state._agreed_reason() == ("the walltime is near", 0)
 
 
+class Pair(keras.Model):
+    """Two nets with an optimizer each, and a train step of their own, as of a GAN."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.nets = [net(seed), net(seed + 1)]
+        self.seen = keras.metrics.Mean("seen")
+
+    def compile(self, *optimizers: Any, **options: Any) -> None:
+        super().compile(**options)
+        self.both = list(optimizers)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        for model, optimizer in zip(self.nets, self.both, strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(
+                    keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+                )
+            optimizer.apply(
+                tape.gradient(loss, model.trainable_variables), model.trainable_variables
+            )
+        self.seen.update_state(loss)
+        return {"seen": self.seen.result(), **({"last": loss} if self.raw else {})}
+
+    raw = False  # whether it also returns the loss itself
+
+
+def optimizers() -> None:
+    """A train step with several optimizers weighs their gradients and losses by samples."""
+    for raw in (False, True):
+        single, mine = Pair(0), Pair(RANK)
+        single.raw = mine.raw = raw
+        kinds = (sgd, lambda: keras.optimizers.Adam(0.1))
+        several = [hvd.DistributedOptimizer(kind()) for kind in kinds]
+        single.compile(*(kind() for kind in kinds), run_eagerly=raw)
+        mine.compile(*several, run_eagerly=raw)
+        data = global_batches(X, Y, BATCH, SEED)
+        expected = single.fit(data, epochs=EPOCHS, verbose=0).history
+        result = fit(mine, callbacks=[hvd.callbacks.MetricAverageCallback()]).history
+        close(mine, single)
+        assert copies(mine.get_weights()) == 1
+        assert expected.keys() == result.keys()
+        for name, values in expected.items():
+            np.testing.assert_allclose(result[name], values, rtol=1e-9, err_msg=name)
+    if SIZE == 1:
+        return
+    hidden, mine = hvd.DistributedOptimizer(sgd()), Pair(RANK)
+    mine.train_step = lambda data: hidden.apply(
+        [tf.zeros_like(value) for value in mine.trainable_variables], mine.trainable_variables
+    )
+    mine.compile()
+    expect_error(lambda: fit(mine), "attribute of the model")
+    mine.compile(several[0], several[1])
+    backup = hvd.callbacks.BackupAndRestore(DONE / "several")
+    expect_error(lambda: fit(mine, callbacks=[backup]), "several optimizers")
+
+
+class Sum(keras.Model):
+    """A model with named inputs, built by its first step."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.net = net(seed, begin=False)
+
+    def call(self, inputs: dict[str, Any]) -> Any:
+        return self.net(inputs["a"] + inputs["b"])
+
+
+def inputs() -> None:
+    single, mine = Sum(0), Sum(RANK)
+    single.compile(sgd(), LOSS)
+    mine.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+    data = global_batches(X, Y, BATCH, SEED).map(lambda x, y: ({"a": x, "b": x}, y))
+    single.fit(data, epochs=EPOCHS, verbose=0)
+    fit(mine, data=hvd.shard(({"a": X, "b": X}, Y), global_batch=BATCH, seed=SEED))
+    close(mine, single)
+
+
+def outputs() -> None:
+    """The logs have the loss of each output, too."""
+
+    def model(seed: int) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        start = keras.Input((5,))
+        middle = keras.layers.Dense(7, "tanh", name="middle")(start)
+        ends = {name: keras.layers.Dense(3, name=name)(middle) for name in ("one", "other")}
+        return keras.Model(start, ends)
+
+    labels = {"one": Y, "other": Y[::-1].copy()}
+    single, mine = model(0), model(RANK)
+    single.compile(sgd(), {"one": LOSS, "other": LOSS})
+    mine.compile(hvd.DistributedOptimizer(sgd()), {"one": LOSS, "other": LOSS})
+    order = global_batches(X, np.arange(SAMPLES), BATCH, SEED)
+    data = order.map(lambda x, i: (x, {n: tf.gather(y, i) for n, y in labels.items()}))
+    val = (VAL_X, {"one": VAL_Y, "other": VAL_Y[::-1]})
+    expected = single.fit(data, validation_data=val, epochs=EPOCHS, verbose=0).history
+    local = slice(RANK, None, SIZE)
+    result = fit(
+        mine,
+        data=hvd.shard((X, labels), global_batch=BATCH, seed=SEED),
+        validation_data=tf.nest.map_structure(lambda array: array[local], val),
+        callbacks=[hvd.callbacks.MetricAverageCallback()],
+    ).history
+    names = {"loss", "one_loss", "other_loss"}
+    assert set(expected) == set(result) == names | {f"val_{name}" for name in names}
+    for name, values in expected.items():
+        np.testing.assert_allclose(result[name], values, rtol=1e-9, err_msg=name)
+
+
+def evaluated() -> None:
+    """``evaluate`` with the callback is over all ranks; without it local, after a failure, too."""
+    model = net(0)
+    average = hvd.callbacks.MetricAverageCallback()
+    model.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
+    expected = model.evaluate(X, Y, verbose=0)
+    mine = slice(RANK, None, SIZE)
+    result = model.evaluate(X[mine], Y[mine], callbacks=[average], verbose=0)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+    assert copies([np.asarray(model.evaluate(X[mine], Y[mine], verbose=0))]) == SIZE
+
+    def fail(batch: int, logs: Any = None) -> None:
+        raise KeyError(batch)
+
+    failing = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+    with contextlib.suppress(KeyError):
+        fit(model, callbacks=[average, failing])
+    if RANK == 0:  # waits for nobody
+        model.evaluate(X, Y, verbose=0)
+
+
+class Idle(keras.layers.Layer):
+    """A layer with a weight that it does not use."""
+
+    def build(self, shape: Any) -> None:
+        self.idle = self.add_weight(name="idle", shape=(2,))
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+def idle() -> None:
+    """A weight without gradients stays as it is, also next to an empty part."""
+    both(lambda: sgd(weight_decay=0.1), model=lambda seed: net(seed, Idle), run_eagerly=True)
+
+
 WAYS = [
     plain,
+    optimizers,
+    inputs,
+    outputs,
+    evaluated,
+    idle,
     built_late,
     datasets,
     settings,
