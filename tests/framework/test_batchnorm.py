@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.steps.world import World
+
 torch = pytest.importorskip("torch")
+
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, host="host", hosts=1)
 
 
 def converted(*layers: Any) -> tuple[int, Any]:
     from hvdtrain.adapters.pytorch.batchnorm import convert
 
     model = torch.nn.Sequential(*layers)
-    return convert(model, lambda values, name: values, lambda: 1.0), model
+    return convert(model, lambda values, name: values, lambda: 1.0, ALONE), model
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

@@ -248,7 +248,7 @@ class PyTorchAdapter(CommonAdapter):
 
     @override
     def synchronize_batchnorm(self, task: Any) -> None:
-        if batchnorm.convert(task.model, self.sum_tensor, lambda: self.part_weight):
+        if batchnorm.convert(task.model, self.sum_tensor, lambda: self.part_weight, self.world):
             task.needs_empty_forward = True  # the other ranks wait in each BatchNorm layer
 
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
@@ -264,7 +264,7 @@ class PyTorchAdapter(CommonAdapter):
     @override
     def compile(self, task: Any) -> None:
         for module in task.model.modules():
-            if isinstance(module, batchnorm.SyncBatchNorm2d):  # its collectives do not compile
+            if isinstance(module, batchnorm.SyncBatchNorm):  # its collectives do not compile
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         super().compile(task)
 

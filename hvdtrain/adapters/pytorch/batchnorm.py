@@ -9,7 +9,6 @@ channel.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdtrain.system.runtime.detect import detect
+from hvdtrain.steps.world import World
 
 log = logging.getLogger(__name__)
 
@@ -151,22 +150,19 @@ def normalized(x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> torc
     return (x - per_channel(mean, x)) * per_channel(scale, x)
 
 
-SyncBatchNorm2d = SyncBatchNorm  # its name in ``adapter.py``
-
-
-def convert(model: nn.Module, total: SumOverRanks, share: Weight) -> int:
+def convert(model: nn.Module, total: SumOverRanks, share: Weight, world: World) -> int:
     """Convert every BatchNorm layer in ``model``, in place; return their number.
 
     Parameters and buffers remain the same objects, so an existing optimizer stays valid.
     """
-    number, launch = 0, detect(os.environ)
+    number = 0
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.__class__ = SyncBatchNorm
             assert isinstance(module, SyncBatchNorm)
             module.total, module.share, module.name = total, share, f"batchnorm.{number}"
-            module.rank, module.size = launch.rank, launch.size  # the world's (``check_launch``)
+            module.rank, module.size = world.rank, world.size
             number += 1
-    if not number and launch.is_root:
+    if not number and world.rank == 0:
         log.warning("--sync-batchnorm has no effect: the model has no BatchNorm layer of PyTorch")
     return number
