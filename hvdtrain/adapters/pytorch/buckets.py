@@ -18,124 +18,25 @@ import functools
 import itertools
 import time
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.common_adapter import Flags, RankHooks
-from hvdtrain.adapters.pytorch.adapter import IS_TRAINED, PyTorchAdapter, parameters_of
-from hvdtrain.adapters.pytorch.sums import TYPES, Compressed, Sums, agreed, fill
+from hvdtrain.adapters.pytorch.adapter import IS_TRAINED, parameters_of
+from hvdtrain.adapters.pytorch.bucket import Bucket
+from hvdtrain.adapters.pytorch.sums import Sums, agreed, fill
 from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM
 
-ALIGNMENT = 16  # elements: a cache line of 64 bytes in fp32
 GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 # What ``Module.zero_grad(set_to_none=False)`` calls, also that of a module around the model.
 ZEROING = (GRAD_FN, torch.Tensor.requires_grad_, torch.Tensor.zero_)
-
-
-class Bucket:
-    """Gradients of some parameters of one type and device, in one flat tensor.
-
-    The name is the same on all ranks; the parameters are in the expected order of their gradients,
-    those of the optimizer or ``others`` of its model.
-    """
-
-    def __init__(
-        self, name: str, parameters: list[torch.nn.Parameter], *, others: bool = False
-    ) -> None:
-        self.name = name
-        self.parameters, self.others = parameters, others
-        self.handle: Any = None
-        self.missing: set[int] | None = None  # pending gradients; None between the passes
-        self.before: list[torch.Tensor | None] = []  # gradients before this pass
-        self.touched: set[int] = set()  # gradients to which this rank has added in this pass
-        self.zeroed = False  # while awaited
-        self.unclear = False  # so it is unknown whether to keep this rank's sum
-
-    def allocate(self) -> None:
-        """Allocate the flat tensor; not before a parameter is trained."""
-        parameters = self.parameters
-        lengths = (-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in parameters)
-        *starts, length = itertools.accumulate(lengths, initial=0)
-        first = parameters[0]
-        # After the gradients: for each parameter, the number of ranks that have a gradient, and in
-        # the last bucket the numbers of ranks with sums of earlier passes and with each flag.
-        size = length + len(parameters) + 1 + len(Flags._fields)
-        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        tail = self.flat[length:].split([len(parameters), 1, len(Flags._fields)])
-        self.holders, self.holds, self.flags = tail
-        # In the memory format of the parameters (contiguous, channels_last), for fused optimizers.
-        layouts = [torch.empty_like(parameter, device="meta") for parameter in parameters]
-        self.views = [
-            self.flat.as_strided(layout.shape, layout.stride(), start)
-            for start, layout in zip(starts, layouts, strict=True)
-        ]
-
-    def open(self) -> None:
-        """Begin a backward pass: set aside the gradients of earlier passes."""
-        if self.missing is None:
-            self.missing = set(range(len(self.parameters)))
-            self.holders.fill_(1.0)
-            # Those of an earlier pass are views of memory that this pass will overwrite.
-            self.before = [
-                None if parameter.grad is None else parameter.grad.clone()
-                for parameter in self.parameters
-            ]
-
-    def expect(self, index: int) -> None:
-        """Reset a gradient, unless this rank has added to it in this pass."""
-        self.open()
-        if index not in self.touched:
-            self.touched.add(index)
-            self.parameters[index].grad = None
-
-    def has_lost(self) -> bool:
-        """Return whether an awaited gradient was set to None by other means than ``zero_grad``."""
-        rows = enumerate(self.parameters)
-        return any(index not in self.touched and p.grad is None for index, p in rows)
-
-    def fill(self, index: int, weight: Callable[[], float]) -> None:
-        """Copy the gradient of a parameter, times ``weight``, into the bucket.
-
-        Horovod can scale too, but only by the same factor on all ranks.
-        """
-        assert self.missing is not None
-        gradient, view = self.parameters[index].grad, self.views[index]
-        factor = 0.0 if gradient is None else weight()
-        if gradient is None or factor == 0:  # a mean over nothing is nan: 0 times it would be too
-            view.zero_()
-        else:
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            torch.mul(gradient.detach(), factor, out=view)
-        if gradient is None:
-            self.holders[index : index + 1].zero_()  # assigning a host value would synchronize
-        self.parameters[index].grad = view
-        self.missing.discard(index)
-
-    def close(self, absent: set[int], *, dropped: bool = False) -> None:
-        """End the pass: set the gradients to the sums over the ranks plus the previous gradients.
-
-        Parameters in ``absent`` have no gradient here; ``dropped`` discards the previous ones.
-        """
-        holders = self.holders.tolist() if absent else []  # synchronizes with a GPU
-        for index, parameter in enumerate(self.parameters):
-            held, view = None if dropped else self.before[index], self.views[index]
-            if held is not None:
-                view.add_(held)
-            # As in one process: a parameter without a gradient on any rank has none.
-            unused = index in absent and not holders[index]
-            parameter.grad = None if unused and held is None else view
-        self.handle, self.missing, self.before, self.touched = None, None, [], set()
 
 
 class Buckets:
@@ -201,9 +102,7 @@ class Buckets:
         self._frozen: list[Bucket] = []
         numbers = itertools.count()
         # One bucket at least is summed: the flags are in it.
-        of_optimizer = [
-            value for value in self.parameters if value.requires_grad
-        ] or self.parameters
+        of_optimizer = list(filter(IS_TRAINED, self.parameters)) or self.parameters
         used = {id(value) for value in (*of_optimizer, *filter(IS_TRAINED, self.others))}
         for parameters, others in ((self.parameters, False), (self.others, True)):
             trained = [value for value in parameters if id(value) in used]
@@ -463,85 +362,3 @@ class ZeroGrad:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the original method: a copy is not distributed, and needs no hvdtrain."""
         return functools.partial, (type(self.model).zero_grad, self.model)
-
-
-class BucketedAdapter(PyTorchAdapter):
-    """Each rank holds the whole model; gradients are summed in buckets during backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._distributions = 0
-        self._all_buckets: list[Buckets] = []  # of each optimizer
-        self._sent: torch.Tensor | None = None  # sums of all ranks' flags at the last update
-
-    @abstractmethod
-    def open_sums(self) -> Sums:
-        """Return the sums for the buckets of another optimizer; all ranks call it together."""
-
-    @override
-    def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        name = f"gradients.{self._distributions}" if self._distributions else "gradients"
-        self._distributions += 1
-        sums, kind = self.open_sums(), TYPES.get(self.comm_options.compression)
-        sums = Compressed(sums, kind) if kind else sums
-        hooks = RankHooks(
-            weight=lambda: self.comm_options.weight(self.part_weight),
-            flags=lambda: self.flags,
-            summed=self._note_flags,
-            waits=self.waits.during,
-            may_skip=lambda: len(self.gradient_sums) == 1,
-        )
-        full = self.comm_options.bucket_bytes
-        others_of = functools.partial(self._others_of, weakref.ref(model))
-        buckets = Buckets(name, optimizer, sums, hooks, full, others_of)
-        self._all_buckets.append(buckets)
-        self.waits.before = self.end_part
-        keep_awaited(model)
-        return model, optimizer
-
-    @override
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        try:
-            for buckets in self.gradient_sums:
-                buckets.summing = False
-            yield
-        finally:
-            for buckets in self.gradient_sums:
-                buckets.summing = True
-
-    def _others_of(self, model: weakref.ref[Any], buckets: Buckets) -> list[torch.nn.Parameter]:
-        """Leave to ``buckets`` what it sums; return the model's parameters that no others sum."""
-        taken = {id(value) for value in buckets.parameters}
-        sums = [known for known in self.gradient_sums if known is buckets or known.leave(taken)]
-        self._all_buckets = sums
-        left = [known for known in sums if known is not buckets]
-        summed = {id(value) for known in left for value in (*known.parameters, *known.others)}
-        parameters = () if (module := model()) is None else module.parameters()
-        return [value for value in parameters if id(value) not in taken | summed]
-
-    @property
-    @override
-    def gradient_sums(self) -> list[Buckets]:
-        # Of the optimizers that still exist.
-        return [buckets for buckets in self._all_buckets if buckets.optimizer() is not None]
-
-    def _note_flags(self, sent: torch.Tensor) -> None:
-        self._sent = sent
-
-    @property
-    @override
-    def flags_agreed(self) -> Flags:
-        # Of the last update: a deleted optimizer may exist longer on some ranks.
-        return super().flags_agreed if self._sent is None else agreed(self._sent)
-
-    @override
-    def begin_part(self, shards: Shards, part: Part) -> None:
-        super().begin_part(shards, part)
-        for buckets in self.gradient_sums:
-            buckets.begin(empty=not part.count)
-
-    @override
-    def end_part(self) -> None:
-        for buckets in self.gradient_sums:
-            buckets.whole()

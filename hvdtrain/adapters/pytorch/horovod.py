@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import Flags
-from hvdtrain.adapters.pytorch.buckets import BucketedAdapter
+from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
 from hvdtrain.adapters.pytorch.sums import Sums
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.horovod_torch import HorovodTorch, summable

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from hvdtrain.adapters.pytorch.adapter import parameters_of
-from hvdtrain.adapters.pytorch.buckets import BucketedAdapter
+from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
 from hvdtrain.adapters.pytorch.sums import TYPES, Sums
 from hvdtrain.errors import UsageError
 
