@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain.adapters.common_adapter import RankHooks
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.world import World
 
 SIZE = 16  # a parameter that fills its place in a bucket
 
@@ -158,16 +159,18 @@ def test_tensorflow_weights_by_numbers_in_float64() -> None:
     assert _weighed(tf.constant([np.nan]), 0.0).numpy().tolist() == [0.0]
 
 
-def test_batchnorm_of_the_global_batch_is_exact_in_float64() -> None:
-    """Also if the variance is as small as epsilon."""
+@pytest.mark.parametrize(("deviation", "mean"), [(1e-3, 0.0), (1.0, 1e4)])
+def test_batchnorm_of_the_global_batch_is_exact_in_float64(deviation: float, mean: float) -> None:
+    """Also if the variance is as small as epsilon, or the mean is large."""
     keras = pytest.importorskip("keras")
     import tensorflow as tf
 
     from hvdtrain.adapters.tensorflow.batchnorm import normalize
 
     layer = keras.layers.BatchNormalization(epsilon=1e-5, dtype="float64")
-    x = 1e-3 * np.random.default_rng(1).normal(size=(9, 4))
+    x = mean + deviation * np.random.default_rng(1).normal(size=(9, 4))
     layer.build(x.shape)
-    normalized = normalize(layer, tf.constant(x), lambda values: values).numpy()
+    alone = World(rank=0, size=1, local_rank=0, local_size=1, host="host", hosts=1)
+    normalized = normalize(layer, tf.constant(x), lambda values: values, alone).numpy()
     expected = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
-    np.testing.assert_allclose(normalized, expected, rtol=1e-12)
+    np.testing.assert_allclose(normalized, expected, rtol=1e-12, atol=1e-11 if mean else 0)

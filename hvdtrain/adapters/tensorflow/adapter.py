@@ -144,7 +144,7 @@ class TensorFlowAdapter(CommonAdapter):
 
     @override
     def synchronize_batchnorm(self, task: Any) -> None:
-        if self.world.size > 1 and batchnorm.convert(task.model, self.sum_tensor):
+        if self.world.size > 1 and batchnorm.convert(task.model, self.sum_tensor, self.world):
             task.needs_empty_forward = True  # the other ranks wait in each BatchNorm layer
 
     @override

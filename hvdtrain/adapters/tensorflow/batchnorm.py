@@ -12,11 +12,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.steps.world import World
+
 Sum = Callable[[Any, str], Any]
 """(tensor, name) -> its sum over all ranks, not differentiable."""
+Reduce = Callable[[Any], Any]
+"""tensor -> its sum over all ranks, differentiable."""
 
 
-def convert(model: Any, sum_over_ranks: Sum) -> int:
+def convert(model: Any, sum_over_ranks: Sum, world: World) -> int:
     """Make the BatchNorm layers of ``model`` use the statistics of the global batch.
 
     In training every rank must then run the model forward and backward in each step, even on an
@@ -28,26 +32,26 @@ def convert(model: Any, sum_over_ranks: Sum) -> int:
         if isinstance(layer, keras.layers.BatchNormalization)
     ]
     for number, layer in enumerate(layers):
-        layer.__class__ = _synchronized(type(layer), f"batchnorm.{number}", sum_over_ranks)
+        layer.__class__ = _synchronized(
+            type(layer), differentiable(f"batchnorm.{number}", sum_over_ranks), world
+        )
     return len(layers)
 
 
-def _synchronized(base: type, name: str, sum_over_ranks: Sum) -> type:
-    reduce = differentiable(name, sum_over_ranks)
-
+def _synchronized(base: type, reduce: Reduce, world: World) -> type:
     class Synchronized(base):
         def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
             if not training or not self.trainable:
                 return super().call(inputs, training=training)
             if mask is not None:
                 raise NotImplementedError("--sync-batchnorm does not support masks")
-            return normalize(self, inputs, reduce)
+            return normalize(self, inputs, reduce, world)
 
     Synchronized.__name__ = Synchronized.__qualname__ = base.__name__
     return Synchronized
 
 
-def differentiable(name: str, sum_over_ranks: Sum) -> Callable[[Any], Any]:
+def differentiable(name: str, sum_over_ranks: Sum) -> Reduce:
     """Return a function: the sum over ranks, whose gradient is the sum of the ranks' gradients."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -60,12 +64,13 @@ def differentiable(name: str, sum_over_ranks: Sum) -> Callable[[Any], Any]:
     return reduce
 
 
-def normalize(layer: Any, inputs: Any, reduce: Callable[[Any], Any]) -> Any:
+def normalize(layer: Any, inputs: Any, reduce: Reduce, world: World) -> Any:
     """Return the output of a BatchNorm layer in training, and update its running statistics.
 
     The ``inputs`` are of shape (n, ..., channels) with the channels at ``layer.axis``; n may be 0.
-    Each rank computes the mean and squared deviations of its local part; count, sum and sum of
-    squares are merged in float64, in which the cancellation does not matter.
+    Each rank computes count, mean and squared deviations of its part. All ranks gather the three of
+    each rank, by a sum in which the others have zeros, and merge them exactly in float64 (Chan,
+    Golub and LeVeque, 1979): a sum of squares would cancel if the mean is large.
     """
     rank = inputs.shape.rank
     axes = [axis for axis in range(rank) if axis != layer.axis % rank]
@@ -76,11 +81,12 @@ def normalize(layer: Any, inputs: Any, reduce: Callable[[Any], Any]) -> Any:
     spread = tf.cast(
         tf.reduce_sum(tf.math.squared_difference(x, tf.reshape(local, shape)), axes), tf.float64
     )
-    local = tf.cast(local, tf.float64)
-    total = reduce(tf.concat([local * count, spread + local * local * count, count[None]], 0))
-    sums, squares, samples = tf.split(total, [local.shape[0], local.shape[0], 1])
-    mean = sums / samples
-    variance = tf.maximum(squares / samples - mean * mean, 0.0)
+    row = tf.concat([count[None], tf.cast(local, tf.float64), spread], 0)
+    rows = reduce(tf.pad(row[None], [[world.rank, world.size - 1 - world.rank], [0, 0]]))
+    counts, means, squares = tf.split(rows, [1, *[local.shape[0]] * 2], 1)
+    samples = tf.reduce_sum(counts)
+    mean = tf.reduce_sum(counts * means, 0) / samples
+    variance = tf.reduce_sum(squares + counts * tf.square(means - mean), 0) / samples
     _update(layer, mean, variance, samples)
     scale = tf.math.rsqrt(variance + layer.epsilon)  # tf.cast would round it to float32
     if layer.scale:
