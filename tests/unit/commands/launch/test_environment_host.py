@@ -49,7 +49,7 @@ def test_a_full_disk_is_one_line(
     error = stage(archive, tmp_path / "local")
     assert f"host {os.uname().nodename}: 11.0 KiB are needed in {tmp_path}/local" in error
     assert "4.0 KiB are free" in error
-    assert nothing_left(tmp_path)
+    assert nothing_left(tmp_path), [*(tmp_path / "local").rglob("*")]
 
 
 def test_a_disk_that_gets_full_is_one_line(
@@ -69,7 +69,7 @@ def test_a_disk_that_gets_full_is_one_line(
     monkeypatch.setattr(subprocess, "Popen", limited)
     error = stage(archive, tmp_path / "local")
     assert error.startswith(f"host {os.uname().nodename}: tar")
-    assert nothing_left(tmp_path)
+    assert nothing_left(tmp_path), [*(tmp_path / "local").rglob("*")]
 
 
 def test_a_disk_without_execution_is_one_line(
@@ -81,7 +81,7 @@ def test_a_disk_without_execution_is_one_line(
     status[8] |= os.ST_NOEXEC
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(status))
     assert "without execution (noexec)" in stage(archive, tmp_path / "local")
-    assert nothing_left(tmp_path)
+    assert nothing_left(tmp_path), [*(tmp_path / "local").rglob("*")]
 
 
 def test_a_host_without_flock_is_one_line(
@@ -102,7 +102,7 @@ def test_an_archive_that_has_gone_is_one_line(prefix: Path, tmp_path: Path) -> N
     archive = pack(prefix, tmp_path / "cache")
     archive.path.unlink()
     assert f"{archive.path}: No such file" in stage(archive, tmp_path / "local")
-    assert nothing_left(tmp_path)
+    assert nothing_left(tmp_path), [*(tmp_path / "local").rglob("*")]
 
 
 def test_no_host_ends_while_another_one_removes_its_copy(
@@ -141,7 +141,7 @@ def test_a_directory_that_hosts_share_is_refused(
     errors = on_ranks(2, lambda host: environment_host.stage(host, archive, local, "job"))
     remedy = "is shared by several hosts: set TMPDIR to a directory that each host has on a local"
     assert all(remedy in str(error) for error in errors)
-    assert nothing_left(tmp_path)
+    assert nothing_left(tmp_path), [*(tmp_path / "local").rglob("*")]
 
 
 class OtherJob(SingleRank):
