@@ -9,7 +9,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 from typing_extensions import override
 
-from hvdtrain.adapters.tensorflow.buckets import BucketedAdapter
+from hvdtrain.adapters.tensorflow.bucketed import BucketedAdapter
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.horovod_tf import HorovodTensorFlow
 from hvdtrain.config.comm_options import check_nccl

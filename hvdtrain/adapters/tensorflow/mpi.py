@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.adapters.tensorflow.buckets import BucketedAdapter
+from hvdtrain.adapters.tensorflow.bucketed import BucketedAdapter
 
 if TYPE_CHECKING:  # importing it starts MPI, for which the variables of step 1 come first
     from hvdtrain.collectives.mpi4py import Halves, Mpi4py
