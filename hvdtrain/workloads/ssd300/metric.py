@@ -79,7 +79,7 @@ class MeanAveragePrecision(Metric):
     def _draw(self, folder: Path, index: int, detected: Array) -> None:
         """Write a picture of the image with its true boxes and the best detections."""
         with self.reader.open(index) as image:
-            picture = rgb(image)
+            picture = rgb(image).copy()  # to draw on, after the file is closed
         draw = ImageDraw.Draw(picture)
         for box in self.coco.of(index)[0]:
             draw.rectangle(tuple(box), outline=TRUE, width=2)
