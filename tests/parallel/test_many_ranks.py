@@ -39,7 +39,8 @@ def test_they_train_save_evaluate_and_end_as_one_rank_does(
     one = train(1, tmp_path / "1", "mnist", *options)
     many = train(RANKS, tmp_path / "64", "mnist", *options, start=start, timeout=1000)
     assert_close(one, many, 1e-9)
-    assert many.summary["world_size"] == RANKS and many.summary["saves"]["count"] == 2
+    assert many.summary["world_size"] == RANKS
+    assert many.summary["saves"]["count"] == 3  # steps 5 and 10, and the end of the epoch there
     assert many.summary["samples_trained"] == 1500 and many.summary["eval_samples"] == 297
     assert many.summary["eval_accuracy"] == one.summary["eval_accuracy"]
     seconds = many.summary["seconds_to_first_step"]
