@@ -23,6 +23,7 @@ SECONDS = 8  # of a step with its save and its share of the start, at most: the 
 WINDOW = 0.6  # seconds after a save in which a kill may come
 
 
+@pytest.mark.timeout(3600)  # 40 kills and 2,400 saves on a busy machine
 @pytest.mark.parametrize(("name", "kills"), (KILLS if LONG else SHORT).items())
 def test_the_newest_checkpoint_is_intact_and_the_end_bit_equal(
     name: str, kills: int, tmp_path: Path, started: Start
