@@ -35,6 +35,7 @@ from hvdtrain.system.output.text import rank_list
 from hvdtrain.system.runtime import failure_detector
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import agreed, process_status
+from hvdtrain.system.runtime.spawn import end_with_launcher
 from hvdtrain.system.runtime.tuning import set_defaults
 from hvdtrain.system.runtime.waits import Waits, together
 
@@ -231,6 +232,7 @@ class CommonAdapter(StateAdapter):
 
     @override
     def initialize(self, *, short_steps: bool = False) -> World:
+        end_with_launcher()
         launch = detect(os.environ)
         strategy = STRATEGIES[self.name]
         if launch.size > 1:

@@ -461,8 +461,12 @@ FAULTS: Mapping[str, Fault] = {
     "rank: suspended for ever": Fault(
         signal_rank(signal.SIGSTOP), (124,), LATE, leaves=OF_RANKS, **WAITED_FOR
     ),
+    # Slowly, so that a rank that continues does not end by itself.
     "mpirun: SIGKILL": Fault(
-        signal_launcher("prterun", signal.SIGKILL), (-signal.SIGKILL,), leaves=OF_ALL
+        signal_launcher("prterun", signal.SIGKILL),
+        (-signal.SIGKILL,),
+        leaves=OF_ALL,
+        pace=LONG_PACE,
     ),
     **{
         f"mpirun: {number.name}": Fault(

@@ -293,6 +293,17 @@ def test_ranks_end_with_a_killed_launch(tmp_path: Path, started: Start) -> None:
     assert not alive
 
 
+def test_ranks_that_do_not_communicate_by_mpi_end_with_a_killed_mpirun(
+    tmp_path: Path, started: Start
+) -> None:
+    trainer = ("python", "-m", "hvdtrain.mnist", *ENDLESS, f"--checkpoint-dir={tmp_path}")
+    process = started("mpirun", "--oversubscribe", "-n", "2", *trainer, "--strategy=ddp")
+    until(lambda: list(tmp_path.glob("step-*")), process)
+    processes = family(process)
+    next(process for process in processes if process.name() == "prterun").kill()
+    assert_gone(processes)
+
+
 @on_demand
 def test_term_ends_the_ranks_if_one_is_suspended(tmp_path: Path, started: Start) -> None:
     process, processes = training(tmp_path, started)

@@ -37,6 +37,7 @@ from hvdtrain.system.runtime.detect import (
     detect,
     may_be_shell,
 )
+from hvdtrain.system.runtime.outlive import is_ended_by_mpirun
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # A terminal sends Ctrl-C to the ranks too, and a second INT ends them; they block HUP.
@@ -245,15 +246,25 @@ def _variables(rank: int, size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in {**ranks, **rendezvous}.items()}
 
 
+def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """Let Linux kill this rank if the process that started it is killed: its launcher or a daemon.
+
+    Open MPI aborts a rank after that only if it communicates by MPI: over Gloo or NCCL it would
+    continue, and keep the lock of its checkpoints. If a shell is between mpirun and the rank,
+    nothing is done, as mpirun's SIGTERM ends the shell before the rank has saved. Hydra and srun
+    end their ranks themselves.
+    """
+    if detect(environ).launcher in (SPAWN, TORCHRUN, HOROVODRUN) or is_ended_by_mpirun():
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def join(environ: Mapping[str, str] = os.environ) -> None:
-    """Let a rank started by ``spawn`` or an agent end with its parent, and unblock its signals.
+    """Let a rank end with its parent, and unblock the signals of one started by ``spawn``.
 
     Call it once, after the signal handlers are installed.
     """
-    launcher = detect(environ).launcher
-    if launcher in (SPAWN, TORCHRUN, HOROVODRUN):  # other launchers do so themselves
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if launcher == SPAWN:
+    end_with_launcher(environ)
+    if detect(environ).launcher == SPAWN:
         if os.getppid() != int(environ[SPAWNED_BY]):  # the parent has already ended
             os._exit(EXIT_FAILURE)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, set(STOP_SIGNALS) - {signal.SIGHUP})
