@@ -40,7 +40,8 @@ from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
 from hvdtrain.system.machine.network import interface_towards
 from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.command import Command, start
-from hvdtrain.system.runtime.spawn import STOP_SIGNALS, exit_code, say, signal_of
+from hvdtrain.system.runtime.outlive import STOP_SIGNALS
+from hvdtrain.system.runtime.spawn import exit_code, say, signal_of
 
 PROGRAM = (sys.executable, "-m", "hvdtrain.commands.launch.host_process")
 STANDARD_INPUT = 0

@@ -22,7 +22,7 @@ from hvdtrain.commands.launch.rank_output import REASON
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, HvdtrainError
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.exit import END_MARK, MARK_NAME, ProcessStatus
-from hvdtrain.system.runtime.spawn import STOP_SIGNALS
+from hvdtrain.system.runtime.outlive import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 

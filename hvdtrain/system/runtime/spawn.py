@@ -37,9 +37,8 @@ from hvdtrain.system.runtime.detect import (
     detect,
     may_be_shell,
 )
-from hvdtrain.system.runtime.outlive import is_ended_by_mpirun
+from hvdtrain.system.runtime.outlive import STOP_SIGNALS, is_ended_by_mpirun
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # A terminal sends Ctrl-C to the ranks too, and a second INT ends them; they block HUP.
 FORWARDED = {signal.SIGINT: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
 POLL = 0.05  # seconds between polls of the processes
