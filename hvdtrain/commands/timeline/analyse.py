@@ -251,7 +251,7 @@ class Analysis:
         of_step = tensor.lasting and phase.of_step
         if of_step:
             now = time - self.since if self.working else 0
-            self.steps.submitted(self.times[COMMUNICATING] + now)
+            self.steps.submitted(tensor, time, self.times[COMMUNICATING] + now)
         if tensor.ticks:
             self.steps.negotiated(tensor.ticks, self.cycle, of_step=of_step)
 

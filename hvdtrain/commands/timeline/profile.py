@@ -2,8 +2,9 @@
 
 A profile is a trace in Chrome's JSON format with spans ``ProfilerStep#N``, by ``--profile`` of
 hvdtrain's trainers or by torch.profiler. Its steps and those of the timeline are matched by time: a
-step of the timeline, which begins with a gradient, belongs to the update in which it begins. So the
-clocks of the two hosts must agree, to within a step.
+step of the timeline belongs to the update in which the last rank submits its first gradient. At
+that moment every rank is in this update, however late one of them is. So the clocks of the two
+hosts must agree, to within a step.
 
 The time of an update is split into *communication* that computing does not hide, *computing* (an
 operation of the framework runs: on a GPU if its kernels are in the trace, else on the processor)
@@ -109,11 +110,11 @@ def profile_facts(path: Path, timeline: Path, analysis: Analysis) -> ProfileFact
     profile = read(path)
     whole = analysis.steps.kept or []
     shift = (1000 * (analysis.epoch or 0) - profile.baseTimeNanoseconds) / 1000
-    starts = [step.start + shift for step in whole]
+    times = [step.ready + shift for step in whole]
     steps = []
     for update in _updates(profile, path):
-        first = bisect_left(starts, update.begin)
-        is_in = first < len(starts) and starts[first] < update.end
+        first = bisect_left(times, update.begin)
+        is_in = first < len(times) and times[first] < update.end
         steps.append(_step(update, whole[first] if is_in else None))
     if all(step.timeline_step is None for step in steps):
         raise UsageError(

@@ -157,6 +157,7 @@ class WholeStep:
 
     step: int  # the first one of the file is 1
     start: float  # on the clock of the file
+    ready: float  # when the last rank submitted its first tensor; the start if that is not recorded
     end: float
     states: list[float]
 
@@ -258,6 +259,7 @@ class Steps:
         self._tensors, self._largest = 0, 0  # number of tensors of this step, of the largest one
         self._opening: Tensor | None = None  # the first tensor, until the first whole step begins
         self._start = 0.0
+        self._ready: float | None = None
         self._before: list[float] = []  # times by state when the step began
         self._overlap = 0.0  # time of communication when the last tensor was ready on all ranks
         self._reset()
@@ -299,7 +301,8 @@ class Steps:
             self._largest = max(self._largest, self._tensors)
             self.number += 1
             self._tensors = 1
-        self._start, self._before, self._overlap = time, list(times), times[COMMUNICATING]
+        self._start, self._ready = time, None
+        self._before, self._overlap = list(times), times[COMMUNICATING]
         self._last_ready.clear()
 
     def discard_current(self) -> None:
@@ -307,9 +310,11 @@ class Steps:
         self.number += self._tensors > 0
         self._tensors = 0
 
-    def submitted(self, communicated: float) -> None:
-        """Record that a tensor is ready on all ranks; ``communicated``: microseconds until now."""
+    def submitted(self, tensor: Tensor, time: float, communicated: float) -> None:
+        """Record that ``tensor`` is ready everywhere; ``communicated``: microseconds until now."""
         self._overlap = communicated
+        if self._ready is None and tensor.step == self.number:
+            self._ready = time
 
     def negotiated(self, ticks: Ticks, cycle: float | None, *, of_step: bool) -> None:
         """Add the ticks of a negotiation that has ended."""
@@ -328,7 +333,8 @@ class Steps:
         for sample, spent in zip(self.states, states, strict=True):
             sample.add(spent)
         if self.kept is not None and len(self.kept) < MOST_KEPT:
-            self.kept.append(WholeStep(self.number, self._start, time, states))
+            ready = self._start if self._ready is None else self._ready
+            self.kept.append(WholeStep(self.number, self._start, ready, time, states))
         self.overlapped.add(self._overlap - self._before[COMMUNICATING])
         self.ticked += len(self._last_ready.ready) > 1
         rank, late, spread = self._last_ready.judge()

@@ -13,6 +13,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.timeline import profile
 from hvdtrain.commands.timeline.profile import ProfileFacts, profile_facts, table
+from hvdtrain.commands.timeline.steps import WholeStep
 from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import UsageError
 from tests.timelines import EPOCH, straggling
@@ -36,21 +37,24 @@ def timeline(tmp_path: Path) -> Path:
     return path
 
 
-def steps_of(timeline: Path) -> list[tuple[float, float]]:
+def steps_of(timeline: Path) -> list[WholeStep]:
     kept = analyse(timeline, keeps_steps=True)[1].steps.kept
     assert kept
-    return [(step.start, step.end) for step in kept]
+    return kept
 
 
 def read(path: Path, timeline: Path) -> ProfileFacts:
     return profile_facts(path, timeline, analyse(timeline, keeps_steps=True)[1])
 
 
-def test_each_update_has_the_step_that_begins_in_it(timeline: Path, tmp_path: Path) -> None:
-    (first, _), (second, end), *_ = steps_of(timeline)
+@pytest.mark.parametrize("late", [-500, 45_000])  # the last rank is late by 50 ms
+def test_each_update_has_its_step_however_late_the_rank_is(
+    late: int, timeline: Path, tmp_path: Path
+) -> None:
+    first, second, *_ = steps_of(timeline)
     events = [
-        event("ProfilerStep#41", first - 500, second - first, "user_annotation"),
-        event("ProfilerStep#42", second - 500, end - second, "user_annotation"),
+        event("ProfilerStep#41", first.start + late, first.end - first.start, "user_annotation"),
+        event("ProfilerStep#42", second.start + late, second.end - second.start, "user_annotation"),
         event("ProfilerStep#90", 1e9, 100, "user_annotation"),  # after the timeline
         {"ph": "M", "name": "process_name", "pid": "Spans", "args": {"name": "python"}},
     ]
@@ -60,7 +64,7 @@ def test_each_update_has_the_step_that_begins_in_it(timeline: Path, tmp_path: Pa
     assert [step.timeline_step for step in facts.steps] == [1, 2, None]
     exact = analyse(timeline)[0].steps
     assert exact
-    assert facts.steps[0].timeline_seconds == pytest.approx((second - first) * 1e-6)
+    assert facts.steps[0].timeline_seconds == pytest.approx((second.start - first.start) * 1e-6)
     assert facts.steps[0].waiting_seconds == pytest.approx(exact.states["waiting"].median, rel=0.2)
     assert facts.steps[2].waiting_seconds is None
 
@@ -100,7 +104,7 @@ def test_each_update_has_the_step_that_begins_in_it(timeline: Path, tmp_path: Pa
 def test_the_time_of_an_update_is_split(
     events: list[Any], computing: float, communication: float, timeline: Path, tmp_path: Path
 ) -> None:
-    start = steps_of(timeline)[0][0]
+    start = steps_of(timeline)[0].ready
     spans = [event("ProfilerStep#1", start, 100, "user_annotation")]
     spans += [event(name, start + at, *rest) for name, at, *rest in events]
     (step,) = read(write(tmp_path / "p.json.gz", spans), timeline).steps
@@ -112,9 +116,9 @@ def test_the_time_of_an_update_is_split(
 def test_the_table_ends_with_the_mean(
     timeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (first, second), *_ = steps_of(timeline)
+    step = steps_of(timeline)[0]
     events = [
-        event("ProfilerStep#1", first, second - first, "user_annotation"),
+        event("ProfilerStep#1", step.start, step.end - step.start, "user_annotation"),
         *(event(f"ProfilerStep#{n}", n * 1e8, 2000, "user_annotation") for n in (2, 3)),
         event("a", 2e8, 1000),
     ]
@@ -130,8 +134,8 @@ def test_the_table_ends_with_the_mean(
 def test_the_verb_shows_it_in_each_form(
     timeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (first, second), *_ = steps_of(timeline)
-    spans = [event("ProfilerStep#7", first, second - first, "user_annotation")]
+    step = steps_of(timeline)[0]
+    spans = [event("ProfilerStep#7", step.start, step.end - step.start, "user_annotation")]
     path, page = write(tmp_path / "p.json.gz", spans), tmp_path / "page.html"
     line = ["timeline", str(timeline), "--profile", str(path)]
     assert cli.main([*line, "--html", str(page)]) == 0
