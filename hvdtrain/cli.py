@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from types import ModuleType
 from hvdtrain import __version__
 from hvdtrain.config.declare import CommandParser, nearest
 from hvdtrain.errors import (
+    EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_USAGE,
@@ -135,8 +137,17 @@ def _completion(shell: str) -> int:
     return EXIT_OK
 
 
+def _open_output() -> None:
+    """Make standard output usable, although it is closed or the locale cannot spell a name."""
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def _run(verb: str, words: Sequence[str]) -> int:
     """Parse the options of a verb, run it, and print its report."""
+    _open_output()
     with contextlib.suppress(RuntimeError):  # e.g. systemd sets none, and mpirun needs it
         os.environ.setdefault("HOME", str(Path.home()))
     try:
@@ -166,8 +177,11 @@ def _run(verb: str, words: Sequence[str]) -> int:
         elif report.text:
             print(CONTROL.sub(lambda match: escaped(match[0]), report.text))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, e.g. head, has closed the pipe
+    except OSError as error:
+        # Python would try again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # the reader, e.g. head, has closed the pipe
+            return _complain(f"standard output: {error.strerror}", EXIT_FAILURE)
     return int(report.exit_code)
 
 

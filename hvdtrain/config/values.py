@@ -115,9 +115,18 @@ def tracker(value: str) -> str:
 
 
 def path(value: str | Path) -> Path:
-    """Read a path; an empty one, e.g. of an unset variable, would be the current directory."""
+    """Read a path; an empty one, e.g. of an unset variable, would be the current directory.
+
+    One that cannot be looked up is refused here: ``Path.is_file`` and others would raise an error.
+    """
     if value == "":
         raise ValueError("the path is empty")
+    try:
+        Path(value).stat()
+    except (FileNotFoundError, NotADirectoryError):  # e.g. an output
+        pass
+    except OSError as error:  # e.g. below a directory that this user may not enter, or too long
+        raise ValueError(f"{value}: {error.strerror}") from error
     return Path(value)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -239,9 +240,10 @@ def load(path: Path, check: Check = lambda checkpoint: None) -> Checkpoint:
         UsageError: there is none, or it is damaged, or ``check`` raises ``ValueError``.
     """
     remedy = "Give an intact checkpoint, or a directory of checkpoints"
-    if not path.is_dir():
-        problem = "is not a directory" if path.exists() else "does not exist"
-        raise UsageError(f"the checkpoint {path} {problem}. {remedy}")
+    try:
+        os.scandir(path).close()
+    except OSError as error:
+        raise UsageError(f"the checkpoint {path}: {error.strerror}. {remedy}") from error
     if not (NAME.fullmatch(path.name) or (path / STATE_FILE).exists()):
         newest = load_newest(path, check, remedy=remedy)
         if newest is None:

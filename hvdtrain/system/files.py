@@ -69,6 +69,31 @@ def check_folder(path: Path, name: str) -> None:
         raise UsageError(f"{name}: {parent} is not a writable directory")
 
 
+def check_input(folder: Path, name: str) -> None:
+    """Check that the directory ``folder`` exists and can be read.
+
+    Raises:
+        UsageError: beginning with ``name``.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{name}: no such directory")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise UsageError(f"{name}: {os.strerror(errno.EACCES)}")
+
+
+def is_file(path: Path, name: str) -> bool:
+    """Return whether ``path`` is a file, or a link to one.
+
+    Raises:
+        UsageError: beginning with ``name``; it cannot be looked up, e.g. as the user may not enter
+            a directory of it.
+    """
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror}") from error
+
+
 def cache_root(environ: Mapping[str, str]) -> Path:
     """Return the cache of hvdtrain: HVDTRAIN_CACHE, or a part of the user's cache directory."""
     if environ.get("HVDTRAIN_CACHE"):

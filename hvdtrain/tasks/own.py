@@ -18,6 +18,7 @@ from hvdtrain.config.declare import option
 from hvdtrain.config.options import TASK_OPTIONS, Options
 from hvdtrain.config.values import number
 from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.system.files import is_file
 from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 
 LONGEST = 500  # characters of an error message
@@ -96,7 +97,7 @@ def workload(path: Path, *, description: str, epilog: str) -> Workload:
 
 def _imported(path: Path) -> ModuleType:
     """Import ``path`` under its file name, so that worker processes can import it too."""
-    if not path.is_file():
+    if not is_file(path, str(path)):
         raise UsageError(f"{path}: no such file")
     file = path.absolute()
     sys.path.insert(0, str(file.parent))  # as Python does for a script

@@ -577,7 +577,7 @@ def read_batch(data: bytes, folder: Path) -> None:
         assert isinstance(state, State | None)
         for path in state.logs if state else ():
             path.exists()
-    assert isinstance(walltime.read_answer(text), int | None)
+    assert isinstance(walltime.read_answer(text, "7"), int | None)
     for dialect in (pbs.Pbs(), slurm.Slurm()):
         dialect.read_id(text)
 

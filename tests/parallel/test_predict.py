@@ -147,7 +147,7 @@ def test_what_cannot_be_evaluated_is_one_line_and_exit_code_2(tmp_path: Path) ->
     out = tmp_path / "out.csv"
     for line, words in (
         ((f"--checkpoint={tmp_path / 'nothing'}",), "nothing does not exist"),
-        ((f"--checkpoint={saved / 'state.json'}",), "state.json is not a directory"),
+        ((f"--checkpoint={saved / 'state.json'}",), "state.json: Not a directory"),
         ((f"--checkpoint={tmp_path / 'empty'}",), "there is no checkpoint in"),
         ((f"--checkpoint={damaged}",), "step-000000001 is damaged (ValueError: the checksum of"),
         ((f"--checkpoint={saved}", "--model=tutorial"), "model 'small' there, 'tutorial' here"),

@@ -212,6 +212,59 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     assert message in refused(*words)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "report private",
+        "report private/run",
+        "doctor --data private",
+        "doctor --data private/data",
+        "verify --script private/train.py",
+        "pack private out",
+        "pack private/data out",
+        "pack images out",
+        "submit --walltime 1:00:00 --site private/site.yaml -- x",
+        "submit --scheduler none --logs private/jobs -- x",
+        "launch --elastic --min 1 --max 2 --discovery private/hosts -- true",
+        "launch -n 2 -- private/train.py",
+        "-m hvdtrain.train private/train.py",
+    ],
+)
+def test_a_directory_of_another_user_is_one_line(words: str, tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir(mode=0o700)
+    (tmp_path / "images/train").mkdir(parents=True)
+    (tmp_path / "images/train/private").mkdir(mode=0o700)
+    for name in ("private", "images/train/private"):
+        os.chown(tmp_path / name, 65534, 65534)
+    as_any_user = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    program = [] if words.startswith("-m ") else ["-m", "hvdtrain.cli"]
+    done = run([*as_any_user, sys.executable, *program, *words.split()], cwd=tmp_path)
+    message = "no such program" if "launch -n" in words else "Permission denied"
+    assert done.code == 2
+    (error,) = done.said
+    assert "private" in error
+    assert message in error
+
+
+@pytest.mark.parametrize("redirection", ["> /dev/full", ">&-"])
+def test_output_that_cannot_be_written(redirection: str, tmp_path: Path) -> None:
+    script = f'exec "$@" {redirection}'
+    line = ["sh", "-c", script, "sh", sys.executable, "-m", "hvdtrain.cli", "submit", "--dry-run"]
+    done = run([*line, "--scheduler=none", "--", "é.py"], cwd=tmp_path, PYTHONIOENCODING="ascii")
+    message = "hvdtrain: error: standard output: No space left on device"
+    assert done.code == (1 if "full" in redirection else 0)
+    assert (message in done.err) is ("full" in redirection)
+    assert "Traceback" not in done.err
+
+
+def test_a_name_that_the_locale_cannot_spell_is_escaped(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "hvdtrain.cli", "submit", "--dry-run", "--scheduler=none"]
+    done = run([*line, "--", "é.py"], cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert done.code == 0
+    assert r"\xe9.py" in done.out
+
+
 def test_an_empty_path_is_not_the_current_directory() -> None:
     seen = 0
     for verb in cli.VERBS:

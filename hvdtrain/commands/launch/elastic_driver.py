@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import subprocess
 import threading
 import time
@@ -22,7 +23,7 @@ from typing import Any
 from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assignments
 from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.elastic.discovery import HostDiscovery
-from horovod.runner.elastic.driver import ElasticDriver
+from horovod.runner.elastic.driver import ELASTIC_TIMEOUT_SECS, ElasticDriver
 from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 from horovod.runner.http.http_server import (
     RendezvousHandler,
@@ -35,13 +36,15 @@ from typing_extensions import override
 from hvdtrain.commands.launch.hosts import Host
 from hvdtrain.commands.launch.prepare import Pool
 from hvdtrain.commands.launch.remote import Reachable
-from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
+from hvdtrain.config.values import positive
+from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import elastic
 
 log = logging.getLogger(__name__)
 
 COOLDOWN = (1, 3600)  # seconds that a slot is blacklisted: half the minimum, and the maximum
+TIMEOUT = "HOROVOD_ELASTIC_TIMEOUT"  # seconds to wait for slots
 MOMENT = 4.5  # seconds until a slot that failed for the first time is available again
 POLL = 0.1  # seconds between two checks of processes and signals
 
@@ -116,7 +119,18 @@ class PoolDriver(ElasticDriver):
         self.codes: dict[int, int] = {}  # exit codes of this world, by rank
         self.ready: set[str] = set()  # slots that wait for the next world
         self.trouble = ""  # reason why there is no next world; empty: none
-        super().__init__(server, self.discovery, pool.fewest, pool.most, cooldown_range=COOLDOWN)
+        try:
+            timeout = positive(os.environ.get(TIMEOUT) or ELASTIC_TIMEOUT_SECS)
+        except ValueError as error:
+            raise UsageError(f"{TIMEOUT}: {error}") from error
+        super().__init__(
+            server,
+            self.discovery,
+            min_num_proc=pool.fewest,
+            max_num_proc=pool.most,
+            timeout=timeout,
+            cooldown_range=COOLDOWN,
+        )
 
     def rank_of(self, slot: str) -> int | None:
         """Return the current rank of the process in ``slot``; None: it has none."""
@@ -159,7 +173,7 @@ class PoolDriver(ElasticDriver):
             return (
                 f"--min {self.pool.fewest}: {plural(self._slots(), 'slot')} after "
                 f"{self._timeout} s ({self.pool.source}); to wait longer, set "
-                "HOROVOD_ELASTIC_TIMEOUT=SECONDS"
+                f"{TIMEOUT}=SECONDS"
             )
         return str(error)
 

@@ -148,7 +148,7 @@ def check_request(request: Request, environ: Mapping[str, str]) -> None:
         raise UsageError("missing command: put it after `--`, e.g. `-- python train.py`")
     program = request.words[0]
     if shutil.which(program, path=environ.get("PATH")) is None:
-        script = program.endswith(".py") and Path(program).exists()
+        script = program.endswith(".py") and os.access(program, os.F_OK)
         remedy = f"; to run the script, use `python {program}`" if script else " on the PATH"
         if program.startswith("hvdtrain."):
             remedy = f"; use `python -m {program}`"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hvdtrain.config.declare import option
 from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
+from hvdtrain.system.files import check_input
 from hvdtrain.workloads.data import image_folder
 from hvdtrain.workloads.data.files import FolderFiles, Names, open_split
 from hvdtrain.workloads.data.packed import COCO, IMAGES, MNIST, VERSION, is_packed
@@ -113,8 +114,7 @@ def find(folder: Path, pool: Executor) -> Source:
     Raises:
         UsageError: the layout is unknown, or an entry is not a regular file.
     """
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such directory")
+    check_input(folder, str(folder))
     if is_packed(folder):
         raise UsageError(f"{folder} is already packed")
     if (folder / "train").is_dir():

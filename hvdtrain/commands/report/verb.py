@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.system.files import check_input
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import printable
@@ -38,8 +39,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         UsageError: there are no results, or the page cannot be written.
     """
     folder: Path = arguments.folder
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such directory")
+    check_input(folder, str(folder))
     with terminal.working(f"reading {printable(folder)}"):
         from hvdtrain.commands.report.find import look  # imported here to keep --help fast
         from hvdtrain.commands.report.page import render

@@ -17,6 +17,7 @@ saved since it began; so no chain continues without progress.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -62,7 +63,10 @@ def write(file: Path, **event: Any) -> None:
 def progress_of(directory: Path) -> str:
     """Return a text that changes with every save in ``directory``: its newest entry."""
     complete = directory.glob("[!.]*")
-    entries = [(entry.stat().st_mtime_ns, entry.name) for entry in complete]
+    entries = []
+    for entry in complete:
+        with contextlib.suppress(OSError):  # e.g. a link to a checkpoint that has been deleted
+            entries.append((entry.stat().st_mtime_ns, entry.name))
     return "{1} {0}".format(*max(entries)) if entries else "nothing"
 
 

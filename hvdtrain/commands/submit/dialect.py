@@ -87,6 +87,8 @@ class Dialect(ABC):
     suffix: str  # of a script's file name
     shebang: str = "#!/bin/bash -l"  # a login shell: only there modules are always available
     change: str  # how to set a variable of the script, for its comment
+    listing: str = ""  # the command that lists jobs
+    inherits: bool = True  # whether a job has the environment of its submission
     nodes: str  # bash expression for the number of nodes of the job
     prologue: tuple[str, ...] = ()  # bash that undoes effects of the batch system on a job
     in_job: bool = True  # whether there is a batch job, with a walltime and signals

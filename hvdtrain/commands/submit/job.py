@@ -25,12 +25,17 @@ LONGEST_NAME = 230  # characters, the limit of PBS; Torque's is 15 (``Site.name_
 CHAIN_LIMIT = 10
 LOGS = Path("hvdtrain-jobs")
 DIRECTIVE = re.compile(r"^#(PBS|SBATCH)\b", re.MULTILINE)
-_PLAIN = re.compile(r"[A-Za-z0-9][\w.@:/=+-]*")
-_VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_ARRAY = re.compile(r"(\d+)-(\d+)(?::([1-9]\d*))?")
+_PLAIN = re.compile(r"[A-Za-z0-9][\w.@:/=+-]*", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_ARRAY = re.compile(r"(\d+)-(\d+)(?::([1-9]\d*))?", re.ASCII)
 _MEMORY = re.compile(r"([1-9]\d*)\s*([kmgt])i?b?", re.IGNORECASE)
-# A job needs these variables unchanged.
-_RESERVED = ("PATH", "HOME", "USER", "SHELL", "PWD", "OMP_NUM_THREADS")
+# A job needs these variables unchanged, or bash sets them (its manual, "Bash Variables").
+_RESERVED = re.compile(
+    r"PATH|HOME|USER|SHELL|PWD|OMP_NUM_THREADS|PBS_.*|SLURM_.*|BASH(OPTS|PID|_.*)?|COMP_.*|"
+    r"DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|E?UID|FUNCNAME|GROUPS|HISTCMD|HOSTNAME|HOSTTYPE|IFS|"
+    r"LINENO|MACHTYPE|OLDPWD|OPTERR|OPTIND|OSTYPE|PIPESTATUS|PPID|PS4|S?RANDOM|SECONDS|SHELLOPTS|"
+    r"SHLVL|TERM|_"
+)
 
 
 # Readers of values; each raises ValueError if a batch system would refuse or misread the text.
@@ -48,14 +53,15 @@ def _matching(pattern: re.Pattern[str], problem: str) -> Callable[[str], str]:
 
 
 job_name = _matching(
-    re.compile(rf"[A-Za-z][\w.+-]{{0,{LONGEST_NAME - 1}}}"),
+    re.compile(rf"[A-Za-z][\w.+-]{{0,{LONGEST_NAME - 1}}}", re.ASCII),
     f": must be a letter, then letters, digits and . _ + -, at most {LONGEST_NAME} characters",
 )
 # These two are in the script unquoted.
 plain_word = _matching(_PLAIN, ": must be one word of [A-Za-z0-9_.:@/=+-]")
 module_name = _matching(_PLAIN, " is not one module; name each of several separately")
 job_id = _matching(
-    re.compile(rf"{_PLAIN.pattern}|\d+\[\d*\](\.[\w.-]+)?"),  # the latter of an array in PBS
+    # The latter is an array of PBS.
+    re.compile(rf"{_PLAIN.pattern}|\d+\[\d*\](\.[\w.-]+)?", re.ASCII),
     ": must be the ID of a job, e.g. 12, 12.server or 12[].server",
 )
 
@@ -93,9 +99,10 @@ def variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{text!r}: must be NAME=VALUE, or NAME= for an optional one")
-    valid = _VARIABLE.fullmatch(name) and not name.startswith(("PBS_", "SLURM_"))
-    if not valid or name in _RESERVED:
+    if not _VARIABLE.fullmatch(name):
         raise ValueError(f"{name}: not a valid variable of a job")
+    if _RESERVED.fullmatch(name):
+        raise ValueError(f"{name}: bash or the batch system sets this variable; use another name")
     if name in (RANKS, TASK):
         raise ValueError(f"{name}: reserved for the script")
     return name, value

@@ -62,7 +62,7 @@ class Pbs(Dialect):
     """PBS, or Slurm's Torque wrappers."""
 
     name, suffix = "pbs", ".pbs"
-    change = "qsub -v NAME=VALUE,NAME=VALUE SCRIPT"
+    change, listing = "qsub -v NAME=VALUE,NAME=VALUE SCRIPT", "qstat"
     nodes = '${SLURM_JOB_NUM_NODES:-$(sort -u "${PBS_NODEFILE:-/etc/hostname}" | wc -l)}'
 
     prologue = (
@@ -76,7 +76,7 @@ class Pbs(Dialect):
 
     def __init__(self, wraps_slurm: bool = False) -> None:
         """Set ``wraps_slurm`` if qsub and qstat are Slurm's Torque wrappers."""
-        self.wraps_slurm = wraps_slurm
+        self.wraps_slurm = self.inherits = wraps_slurm
 
     @override
     def directives(self, job: Job, site: Site) -> list[str]:

@@ -26,6 +26,7 @@ from hvdtrain.commands.submit.job import (
     setup_line,
 )
 from hvdtrain.errors import UsageError
+from hvdtrain.system.files import is_file
 from hvdtrain.system.runtime.walltime import parse_clock, show_clock
 from hvdtrain.system.settings import read_settings
 
@@ -75,12 +76,12 @@ def load_site(name: str | None, environ: Mapping[str, str]) -> Site:
     if name is None:
         home = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")) / ".config"
         path = Path(home) / "hvdtrain" / "site.yaml"
-        return read_site(path) if path.is_file() else Site()
-    example = EXAMPLES / f"{name}.yaml"
-    if "/" not in name and example.is_file():
-        return read_site(example)
-    if not Path(name).is_file():
-        names = ", ".join(sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
+        return read_site(path) if is_file(path, str(path)) else Site()
+    examples = {path.stem: path for path in sorted(EXAMPLES.glob("*.yaml"))}
+    if name in examples:
+        return read_site(examples[name])
+    if not is_file(Path(name), f"--site {name}"):
+        names = ", ".join(examples)
         raise UsageError(f"--site {name}: no such file or example (examples: {names})")
     return read_site(Path(name))
 

@@ -28,7 +28,7 @@ from hvdtrain.system.runtime.walltime import show_clock
 
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "SUSPENDED")
 HELD = ("REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-STARTED = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED")
+STARTED = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED", "EXPEDITING")
 # All others: the job has ended.
 PHASES = dict.fromkeys(QUEUED + HELD, WAITING) | dict.fromkeys(STARTED, RUNNING)
 
@@ -37,7 +37,7 @@ class Slurm(Dialect):
     """Slurm with its own commands."""
 
     name, suffix = "slurm", ".slurm"
-    change = "sbatch --export=ALL,NAME=VALUE SCRIPT"
+    change, listing = "sbatch --export=ALL,NAME=VALUE SCRIPT", "squeue"
     nodes = "$SLURM_JOB_NUM_NODES"
 
     @override

@@ -23,7 +23,7 @@ from hvdtrain.commands.submit.site import Site, check_limits, load_site
 from hvdtrain.commands.submit.slurm import Slurm
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.output import Report
-from hvdtrain.system.runtime.command import NOT_FOUND, run
+from hvdtrain.system.runtime.command import NOT_FOUND, TIMED_OUT, run
 from hvdtrain.system.runtime.walltime import show_clock
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ def submit(job: Job, previous: str | None = None) -> Report:
         raise UsageError("--follow, --chain and --array require a batch system")
     if note := note_walltime(job):
         log.warning("%s", note)
+    if dialect.inherits:
+        _warn_of_environment(job, os.environ)
     if job.after and not job.dry_run:
         _check_after(dialect, job.after)
     files = _free_files(job.logs, job.name or "job", dialect.suffix, reserve=not job.dry_run)
@@ -66,7 +68,7 @@ def submit(job: Job, previous: str | None = None) -> Report:
     if job.dry_run:
         log.info("# %s", command.show())
         return Report(text[:-1], {"ok": True, "script": text, "submit": list(command.argv)})
-    files.script.write_bytes(os.fsencode(text))
+    files.write(text)
     if not dialect.in_job:
         return Report(command.show(), {"ok": True, "script": str(files.script)})
     return _report(job, dialect, files, _submit(job, dialect, files, previous))
@@ -106,6 +108,14 @@ class JobFiles:
         self.chain = directory / f"{stem}.chain"  # for the communication of the jobs of a chain
         # For the exit code of a job, without the suffix of its number:
         self.exit = directory / f"{stem}.exit"
+
+    def write(self, text: str) -> None:
+        """Write the script; raise ``UsageError`` if that fails."""
+        try:
+            self.script.write_bytes(os.fsencode(text))
+        except OSError as error:
+            self.script.unlink()
+            raise UsageError(f"--logs {self.directory}: {error.strerror}") from error
 
     def log(self, link: int = 0) -> Path:
         """Return the path of the log of the job, or of job ``link`` (from 0) of a chain."""
@@ -153,34 +163,72 @@ def choose_dialect(name: str | None, environ: Mapping[str, str]) -> Dialect:
     return Slurm() if name == "slurm" else Local()
 
 
+def _warn_of_environment(job: Job, environ: Mapping[str, str]) -> None:
+    """Warn of variables that replace a default of the script, as qsub -v or --export do."""
+    for name, default in (*job.var, ("HVDTRAIN_ENV", job.env)):
+        if environ.get(name, default or "") not in ("", default):
+            option = "--env" if name == "HVDTRAIN_ENV" else f"--var {name}"
+            log.warning(
+                "%s=%s of the environment replaces %s in the job: unset it if you do not want that",
+                name,
+                environ[name],
+                option,
+            )
+
+
 def _submit(
     job: Job, dialect: Dialect, files: JobFiles, previous: str | None
 ) -> list[SubmittedJob]:
     """Submit the script, for a chain several times; raise an error if the first is refused."""
     jobs: list[SubmittedJob] = []
-    for _ in range(job.chain_limit if job.chain else 1):
-        path = str(files.log(len(jobs)))
-        waits = f"afterany:{previous}" if previous else None
-        if waits and job.after:  # in the script, too, where it does not count then
-            waits += f",afterok:{job.after}"
-        command = dialect.submit(str(files.script), path, array=job.array, waits=waits)
-        result = run(command, timeout=TIMEOUT)
-        job_id = dialect.read_id(result.output) if result.ok else None
-        if job_id is None:
-            message = " ".join(result.output.split())[-600:] or f"exit code {result.exit_code}"
-            if jobs:  # many sites limit the jobs of a user
-                accepted, limit = len(jobs), job.chain_limit
-                log.warning("only %d of %d jobs were accepted: %s", accepted, limit, message)
-                break
-            hint = "; is this a login node?" if result.exit_code == NOT_FOUND else ""
-            raise HvdtrainError(f"{command.argv[0]} refused {files.script}: {message}{hint}")
-        numbers = job.tasks or [chain.number(job_id)]
-        paths = [dialect.log_path(path, job, job_id, task) for task in job.tasks or [""]]
-        previous = job_id
-        jobs.append(SubmittedJob(job_id, dict(zip(numbers, paths, strict=True))))
-        if job.chain:
-            chain.write(files.chain, event="link", job=job_id)
+    limit = job.chain_limit if job.chain else 1
+    try:
+        while len(jobs) < limit:
+            jobs.append(_submit_one(job, dialect, files, len(jobs), previous))
+            previous = jobs[-1].id
+            if job.chain:
+                chain.write(files.chain, event="link", job=previous)
+    except (HvdtrainError, OSError) as error:
+        if not jobs:
+            raise
+        # Many sites limit the jobs of a user; or the disk is full.
+        log.warning("only %d of %d jobs were accepted: %s", len(jobs), limit, error)
+    except KeyboardInterrupt:
+        ids = [link.id for link in jobs]
+        cancel = f"; cancel: {dialect.delete(ids[::-1]).show()}" if ids else ""
+        counts = f"{len(ids)} of {limit} jobs were accepted"
+        log.warning("%s, and one more may have been: see `%s`%s", counts, dialect.listing, cancel)
+        raise
     return jobs
+
+
+def _submit_one(
+    job: Job, dialect: Dialect, files: JobFiles, link: int, previous: str | None
+) -> SubmittedJob:
+    """Submit the script once, as job ``link`` (from 0) of a chain.
+
+    Raises:
+        HvdtrainError: it was refused, or the batch system did not answer.
+    """
+    path = str(files.log(link))
+    waits = f"afterany:{previous}" if previous else None
+    if waits and job.after:  # in the script, too, where it does not count then
+        waits += f",afterok:{job.after}"
+    command = dialect.submit(str(files.script), path, array=job.array, waits=waits)
+    result = run(command, timeout=TIMEOUT)
+    job_id = dialect.read_id(result.output) if result.ok else None
+    if result.exit_code == TIMED_OUT:
+        raise HvdtrainError(
+            f"{command.argv[0]} did not answer within {TIMEOUT:.0f} s: {files.script} may have "
+            f"been submitted; see `{dialect.listing}` before you submit it again"
+        )
+    if job_id is None:
+        message = " ".join(result.output.split())[-600:] or f"exit code {result.exit_code}"
+        hint = "; is this a login node?" if result.exit_code == NOT_FOUND else ""
+        raise HvdtrainError(f"{command.argv[0]} refused {files.script}: {message}{hint}")
+    numbers = job.tasks or [chain.number(job_id)]
+    paths = [dialect.log_path(path, job, job_id, task) for task in job.tasks or [""]]
+    return SubmittedJob(job_id, dict(zip(numbers, paths, strict=True)))
 
 
 def _check_after(dialect: Dialect, job: str) -> None:

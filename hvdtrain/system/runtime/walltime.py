@@ -79,7 +79,8 @@ def ends_at(environ: Mapping[str, str] = os.environ) -> float | None:
         return known
     command = question(environ)
     result = run(command, timeout=PATIENCE) if command else None
-    left = read_answer(result.output) if result and result.ok else None
+    job = environ.get("SLURM_JOB_ID", "")
+    left = read_answer(result.output, job) if result and result.ok else None
     return None if left is None else time.time() + left
 
 
@@ -96,19 +97,21 @@ def question(environ: Mapping[str, str]) -> Command | None:
     """Return the command that queries the batch system for this job; None outside of a job."""
     # Slurm with PBS wrappers sets both; its qstat does not report the remaining time.
     if job := environ.get("SLURM_JOB_ID"):
-        return Command(("squeue", "-h", "-j", job, "-o", "%L"))
+        return Command(("squeue", "-h", "-j", job, "-o", "%A %L"))
     if job := environ.get("PBS_JOBID"):
         return Command(("qstat", "-f", job))
     return None
 
 
-def read_answer(text: str) -> int | None:
+def read_answer(text: str, job: str = "") -> int | None:
     """Return the remaining seconds from the output of squeue or qstat; None without a limit.
 
-    squeue reports the remaining time, qstat the limit and the used time.
+    squeue reports the remaining time of ``job``, and of the other tasks of an array or the other
+    components of a heterogeneous job if theirs has its ID; qstat the limit and the used time.
     """
     if "=" not in text:
-        return parse_clock(text)
+        answers = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line.strip())
+        return parse_clock(answers.get(job, ""))
     values = dict(re.findall(r"^[ \t]*([\w.]+) = (.*)$", text, re.MULTILINE))
     limit = parse_clock(values.get("Resource_List.walltime", ""))
     used = parse_clock(values.get("resources_used.walltime", "")) or 0

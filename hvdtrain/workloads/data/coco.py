@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
+from hvdtrain.system.files import check_input
 from hvdtrain.system.output.text import plural, printable
 from hvdtrain.workloads.data.files import Files, has_file, open_split, read_file
 
@@ -77,8 +78,7 @@ def load(directory: Path, *, skip_broken: bool = False) -> tuple[Coco, Coco | No
     Raises:
         UsageError: a file is missing or broken, or the categories of the splits differ.
     """
-    if not directory.is_dir():
-        raise UsageError(f"--data {directory}: no such directory")
+    check_input(directory, f"--data {directory}")
     train, *others = (
         read(directory, split, skip_broken=skip_broken)
         for split in SPLITS

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices
-from hvdtrain.system.files import is_regular, read_regular
+from hvdtrain.system.files import check_input, is_regular, read_regular
 from hvdtrain.workloads.data.packed import Pack, is_packed, key, suffix
 
 ENDINGS = (".jpg", ".jpeg", ".png")
@@ -244,7 +244,12 @@ def read_file(directory: Path, name: str) -> bytes:
 
 
 def images_below(folder: str | Path) -> Iterator[tuple[Path, bool]]:
-    """Yield paths with an image suffix below ``folder``, and whether each is a file."""
+    """Yield paths with an image suffix below ``folder``, and whether each is a file.
+
+    Raises:
+        UsageError: a directory cannot be read.
+    """
+    check_input(Path(folder), str(folder))
     with os.scandir(folder) as entries:
         for entry in entries:
             if (path := Path(entry.path)).suffix.lower() in ENDINGS:

@@ -20,6 +20,7 @@ from hvdtrain.config.declare import option
 from hvdtrain.config.options import TASK_OPTIONS, Options
 from hvdtrain.config.values import positive
 from hvdtrain.errors import TrainingError, UsageError
+from hvdtrain.system.files import check_input
 from hvdtrain.system.runtime.outlive import end_with_parent, worker_context
 from hvdtrain.workloads.data.files import (
     ENDINGS,
@@ -91,8 +92,7 @@ def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, Im
         UsageError: no such directory, no ``train``, an empty class, or classes that differ; packed
             data is damaged, or of another kind.
     """
-    if not directory.is_dir():
-        raise UsageError(f"--data {directory}: no such directory")
+    check_input(directory, f"--data {directory}")
     if is_packed(directory):
         return _load_packed(Pack(directory))
     if not (directory / "train").is_dir():
@@ -134,9 +134,10 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
     """Return the images below ``split``, one folder per class.
 
     Raises:
-        UsageError: no class, a class without images, or a pipe or device among them, unless
-            ``without_broken`` will remove these.
+        UsageError: no class, a class without images, a directory that cannot be read, or a pipe or
+            device among them, unless ``without_broken`` will remove these.
     """
+    check_input(split, str(split))
     classes = sorted(entry.name for entry in split.iterdir() if entry.is_dir())
     if not classes:
         raise UsageError(f"{split} holds no class: put the images of each class in a folder of it")

@@ -23,6 +23,7 @@ from hvdtrain.config.options import TASK_OPTIONS, Options
 from hvdtrain.config.values import fraction
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, seed_of
+from hvdtrain.system.files import check_input
 from hvdtrain.tasks.dataset import Augment
 from hvdtrain.workloads.data.packed import MNIST, Pack, is_packed, wrong_kind
 
@@ -155,8 +156,7 @@ def load(directory: Path | None) -> tuple[Samples, Samples]:
     """
     if directory is None:
         return embedded_digits()
-    if not directory.is_dir():
-        raise UsageError(f"--data {directory}: no such directory")
+    check_input(directory, f"--data {directory}")
     return _pair(directory, "train"), _pair(directory, "t10k")
 
 

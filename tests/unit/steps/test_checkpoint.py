@@ -27,6 +27,7 @@ from hvdtrain.steps import checkpoint_files
 from hvdtrain.steps.checkpoint import (
     DATA_DIGEST,
     check_origin,
+    load,
     load_newest,
     newest_name,
     save,
@@ -487,12 +488,14 @@ def test_if_all_are_damaged_the_error_names_the_remedy(two: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user without rights")
 def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(two: Path) -> None:
     two.chmod(0o700)
-    os.seteuid(65534)
+    os.setresuid(65534, 65534, 0)
     try:
         with pytest.raises(UsageError, match=r"cannot be listed \(Perm.*--resume never"):
             load_newest(two)
+        with pytest.raises(UsageError, match="Permission denied"):
+            load(two)
     finally:
-        os.seteuid(0)
+        os.setresuid(0, 0, 0)
 
 
 def test_load_by_directory_of_a_checkpoint_or_of_several(two: Path) -> None:
@@ -515,8 +518,8 @@ def test_a_refused_or_missing_checkpoint_is_a_usage_error(two: Path, tmp_path: P
     for path, words in (
         (folder, "is damaged (ValueError: w is not finite)"),
         (two, "none of its 2 checkpoints can be read"),
-        (folder / MODEL_FILE, "is not a directory"),
-        (two / "absent", "does not exist"),
+        (folder / MODEL_FILE, "Not a directory"),
+        (two / "absent", "No such file or directory"),
     ):
         message = error_of(checkpoints.load, path, refuse)
         assert str(path) in message and words in message and "--resume" not in message

@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, Finding, warning_if
 from hvdtrain.errors import UsageError
+from hvdtrain.system.files import check_input
 from hvdtrain.system.machine.frameworks import find_module
 from hvdtrain.system.output.tables import message, table
 from hvdtrain.system.output.text import percent, plural, printable, size
@@ -85,8 +86,7 @@ def find(directory: Path) -> ImageFolder | Finding:
     Raises:
         UsageError: there is no data in ``directory``.
     """
-    if not directory.is_dir():
-        raise UsageError(f"--data {directory}: no such directory")
+    check_input(directory, f"--data {directory}")
     form = ""
     if is_packed(directory):
         kind = Pack(directory).contents.kind

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +14,9 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.commands.launch.prepare import checkpoint_dir
+from hvdtrain.commands.submit import submission
 from hvdtrain.commands.submit.dialect import Local
-from hvdtrain.commands.submit.job import memory_megabytes
+from hvdtrain.commands.submit.job import memory_megabytes, variable
 from hvdtrain.commands.submit.pbs import Pbs
 from hvdtrain.commands.submit.slurm import Slurm
 from hvdtrain.commands.submit.submission import choose_dialect, default_name
@@ -73,7 +76,11 @@ PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
         ("--chain --chain-limit 1", "--chain-limit 1: must be at least 2"),
         ("--var A", "--var: 'A': must be NAME=VALUE"),
         ("--var 1A=", "--var: 1A: not a valid variable"),
-        ("--var PATH=x", "--var: PATH: not a valid variable"),
+        ("--var PATH=x", "--var: PATH: bash or the batch system sets this variable"),
+        ("--name näme", "--name: 'näme': must be a letter, then"),
+        ("--array '\uff10-\uff19'", "must be a range such as 1-10"),
+        (f"--site {'n' * 300}", ": File name too long"),
+        (f"--logs {'n' * 300}", ": File name too long"),
         ("--var RANKS=x", "--var: RANKS: reserved for the script"),
         ("--var A=1 --var A=2", "--var A: specified twice"),
         ("--ppn 4 --gpus-per-node 2", "--ppn 4: more ranks than"),
@@ -392,7 +399,68 @@ def test_a_site_that_limits_the_number_of_jobs(
     program(bin_directory, "qsub", f'[ ! -s calls ] || {{ echo "{full}"; exit 1; }}\n{QSUB}')
     assert chain_of(3) == 0
     assert capsys.readouterr().out == "1.server\n"
-    assert f"only 1 of 3 jobs were accepted: {full}" in caplog.text
+    message = f"only 1 of 3 jobs were accepted: qsub refused hvdtrain-jobs/x-1.pbs: {full}"
+    assert message in caplog.text
+
+
+def test_an_interrupted_submission_names_the_jobs_that_will_run(
+    bin_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program(bin_directory, "qsub", f'[ ! -s calls ] || kill -INT "$PPID"\n{QSUB}')
+    assert chain_of(3) == 130
+    message = "1 of 3 jobs were accepted, and one more may have been: see `qstat`; cancel: qdel 1."
+    assert message in caplog.text
+
+
+def test_a_batch_system_that_does_not_answer_may_have_accepted_the_job(
+    bin_directory: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(bin_directory, "qsub", "exec /bin/sleep 60")
+    monkeypatch.setattr(submission, "TIMEOUT", 0.5)
+    assert submit(*PBS, "--", "x") == 1
+    assert "x-1.pbs may have been submitted; see `qstat` before" in capsys.readouterr().err
+
+
+def test_a_script_that_cannot_be_written_leaves_no_file(
+    bin_directory: Path, refused: Refused
+) -> None:
+    program(bin_directory, "qsub", QSUB)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        message = refused("submit", *PBS, "--", "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "--logs hvdtrain-jobs: File too large" in message
+    assert list(Path("hvdtrain-jobs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "inherits"), [("slurm", True), ("none", True), ("pbs", False)]
+)
+def test_variables_of_the_environment_that_a_job_inherits(
+    scheduler: str,
+    inherits: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DATA", "/a")
+    monkeypatch.setenv("SAME", "1")
+    words = ("--var", "DATA=/b", "--var", "SAME=1", "--var", "OTHER=2", "--dry-run", "--", "x")
+    assert submit(*PBS, "--scheduler", scheduler, *words) == 0
+    warning = "DATA=/a of the environment replaces --var DATA in the job"
+    assert (warning in caplog.text) is inherits
+    assert "SAME" not in caplog.text
+    assert "OTHER" not in caplog.text
+
+
+def test_no_variable_of_bash_is_one_of_a_job() -> None:
+    line = ["/bin/bash", "--norc", "-c", "compgen -v"]
+    names = subprocess.run(line, env={}, capture_output=True, text=True, check=True).stdout.split()
+    assert "SECONDS" in names
+    for name in names:
+        with pytest.raises(ValueError, match="use another name"):
+            variable(f"{name}=1")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_the_environment_takes_precedence() -> None:
 
 
 def test_the_query_of_each_batch_system() -> None:
-    squeue = Command(("squeue", "-h", "-j", "7", "-o", "%L"))
+    squeue = Command(("squeue", "-h", "-j", "7", "-o", "%A %L"))
     assert question({"SLURM_JOB_ID": "7", "PBS_JOBID": "7"}) == squeue
     assert question({"PBS_JOBID": "7[1].server"}) == Command(("qstat", "-f", "7[1].server"))
     assert question({}) is None
@@ -74,10 +74,12 @@ def test_the_query_of_each_batch_system() -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("1-00:00:10\n", 86410),
-        ("59:30\n", 3570),
-        ("UNLIMITED\n", None),
-        ("INVALID\n", None),
+        ("7 1-00:00:10\n", 86410),
+        ("5 1:00:00\n7 59:30\n6 10:00\n", 3570),  # tasks of an array
+        ("6 59:30\n", None),
+        ("7 UNLIMITED\n", None),
+        ("7 INVALID\n", None),
+        ("7 \n", None),
         ("", None),
         ("Job Id: 7.s\n    Resource_List.walltime = 01:00:00\n    job_state = R\n", 3600),
         (
@@ -89,7 +91,7 @@ def test_the_query_of_each_batch_system() -> None:
     ],
 )
 def test_answers(text: str, seconds: int | None) -> None:
-    assert read_answer(text) == seconds
+    assert read_answer(text, "7") == seconds
 
 
 def print_end(tmp_path: Path, answer: str, code: int, *words: str) -> str:
@@ -103,11 +105,11 @@ def print_end(tmp_path: Path, answer: str, code: int, *words: str) -> str:
 
 def test_the_end_time_for_a_job_script(tmp_path: Path) -> None:
     """Without an answer the walltime counts from now; the end of another job does not count."""
-    for answer, code, seconds in (("1:00:00", 0, 3600), ("slurm_load_jobs error", 1, 7200)):
+    for answer, code, seconds in (("7 1:00:00", 0, 3600), ("slurm_load_jobs error", 1, 7200)):
         before = time.time()
         end = float(print_end(tmp_path, answer, code, "2:00:00"))
         assert before + seconds - 1 < end < time.time() + seconds + 1
-    assert print_end(tmp_path, "UNLIMITED", 0) == "\n"
+    assert print_end(tmp_path, "7 UNLIMITED", 0) == "\n"
 
 
 @pytest.mark.parametrize("step", [0.0, 3.0, 500.0])
