@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -160,6 +161,9 @@ def test_a_killed_worker_is_one_line_with_the_remedy() -> None:
     one_line = pytest.raises(TrainingError, match=r"has ended \(.*\): .*use fewer --workers")
     with one_line, worker_errors():
         next(iter(loader))
+    # PyTorch asks whether its workers live, which may not be known yet.
+    with one_line, worker_errors():
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
 
 
 def test_the_choice_of_the_decoder(

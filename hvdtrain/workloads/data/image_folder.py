@@ -201,11 +201,15 @@ def worker_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, EOFError, RuntimeError) as error:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         # As PyTorch reports it; writing to a full /dev/shm may also kill the workers.
         if not (full or any(word in str(error) for word in ("No space left", "Bus error"))):
-            if "exited unexpectedly" not in str(error) and "killed by signal" not in str(error):
+            # A worker that is killed while it hands over a batch breaks the connection.
+            ended = isinstance(error, (ConnectionError, EOFError)) or any(
+                words in str(error) for words in ("exited unexpectedly", "killed by signal")
+            )
+            if not ended:
                 raise
             raise TrainingError(
                 f"a process that reads images has ended ({error}): if memory ran out, use fewer "
