@@ -243,16 +243,25 @@ def read_file(directory: Path, name: str) -> bytes:
         raise UsageError(f"{directory / name} cannot be read: {error.strerror}") from error
 
 
-def images_below(folder: str | Path) -> Iterator[tuple[Path, bool]]:
+def images_below(
+    folder: str | Path, above: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[tuple[Path, bool]]:
     """Yield paths with an image suffix below ``folder``, and whether each is a file.
+
+    Links to directories are followed, except to one of ``above``, the devices and inodes of the
+    directories that contain ``folder``.
 
     Raises:
         UsageError: a directory cannot be read.
     """
     check_input(Path(folder), str(folder))
+    status = Path(folder).stat()
+    if (status.st_dev, status.st_ino) in above:
+        return
+    above |= {(status.st_dev, status.st_ino)}
     with os.scandir(folder) as entries:
         for entry in entries:
             if (path := Path(entry.path)).suffix.lower() in ENDINGS:
                 yield path, entry.is_file()
-            if entry.is_dir(follow_symlinks=False):
-                yield from images_below(path)
+            if entry.is_dir():
+                yield from images_below(path, above)

@@ -100,12 +100,15 @@ def test_what_is_missing_is_named(
 def test_endings_in_any_case_and_folders_below(tmp_path: Path) -> None:
     for name in ("a.JPG", "b.jpeg", "c.png", "deep/er/d.jpg", "e.Jpeg"):
         picture(tmp_path / "ant" / name)
+    picture(tmp_path / "elsewhere" / "f.jpg")
+    (tmp_path / "ant" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "ant" / "deep" / "loop").symlink_to("..")
     (tmp_path / "ant" / "readme.md").write_text("no image")
     (tmp_path / "list.txt").write_text("no class")
     folder = scan(tmp_path)
-    names = {Path(name).name for name in folder.files.names}
-    assert names == {"a.JPG", "b.jpeg", "c.png", "d.jpg", "e.Jpeg"}
-    assert folder.classes == ["ant"]
+    names = sorted(Path(name).name for name in folder.files.names)
+    assert names == ["a.JPG", "b.jpeg", "c.png", "d.jpg", "e.Jpeg", "f.jpg", "f.jpg"]
+    assert folder.classes == ["ant", "elsewhere"]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link to a pipe", "link to nothing"])
