@@ -7,11 +7,11 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import IO, TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,15 +159,25 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
     return ImageFolder(files, np.array(labels, np.int64), classes)
 
 
-def decoding_error(files: Files, index: int) -> str | None:
-    """Return the reason for which the image cannot be decoded; None if it can."""
+Decode = Callable[[IO[bytes]], None]
+"""Decodes an image as the training will; raises an exception if that fails."""
+
+
+def decode(file: IO[bytes]) -> None:
+    """Decode an image by Pillow."""
     from PIL import Image
 
+    with Image.open(file) as image:
+        image.load()
+
+
+def decoding_error(files: Files, index: int, decode: Decode = decode) -> str | None:
+    """Return the reason for which the image cannot be decoded; None if it can."""
     try:
         if not files.is_regular(index):  # opening a pipe would block forever
             return "it is no regular file"
-        with files.open(index) as file, Image.open(file) as image:
-            image.load()
+        with files.open(index) as file:
+            decode(file)
     except UsageError:  # packed data is damaged, not a single image
         raise
     except Exception as error:  # Pillow raises many kinds for broken bytes
@@ -222,19 +232,20 @@ def worker_errors() -> Iterator[None]:
         ) from error
 
 
-_files: list[Files] = []  # checked by this process of ``without_broken``
+_checked: list[tuple[Files, Decode]] = []  # by this process of ``without_broken``
 
 
-def _begin(files: Files) -> None:
+def _begin(files: Files, decode: Decode) -> None:
     end_with_parent()
-    _files[:] = [files]
+    _checked[:] = [(files, decode)]
 
 
 def _decoding_error(index: int) -> str | None:
-    return decoding_error(_files[0], index)
+    files, decode = _checked[0]
+    return decoding_error(files, index, decode)
 
 
-def broken_files(files: Files, workers: int) -> list[int]:
+def broken_files(files: Files, workers: int, decode: Decode = decode) -> list[int]:
     """Decode every image, in worker processes, and return the indices of those that fail.
 
     Each rank does so at each start.
@@ -245,7 +256,7 @@ def broken_files(files: Files, workers: int) -> list[int]:
     context = worker_context()
     with (
         worker_errors(),
-        ProcessPoolExecutor(max(1, workers), context, _begin, (files,)) as pool,
+        ProcessPoolExecutor(max(1, workers), context, _begin, (files, decode)) as pool,
     ):
         reasons = list(pool.map(_decoding_error, range(len(files)), chunksize=64))
     broken = [index for index, reason in enumerate(reasons) if reason]
@@ -256,7 +267,9 @@ def broken_files(files: Files, workers: int) -> list[int]:
     return broken
 
 
-def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list[str]]:
+def without_broken(
+    images: ImageFolder, workers: int, decode: Decode = decode
+) -> tuple[ImageFolder, list[str]]:
     """Return the images that can be decoded, and the names of the others.
 
     Since this is done before the training, each epoch still has every sample exactly once.
@@ -264,7 +277,7 @@ def without_broken(images: ImageFolder, workers: int) -> tuple[ImageFolder, list
     Raises:
         UsageError: no image remains.
     """
-    broken = broken_files(images.files, workers)
+    broken = broken_files(images.files, workers, decode)
     good = np.setdiff1d(np.arange(len(images.files)), broken)
     left = replace(images, files=images.files.take(good), labels=images.labels[good])
     return left, [images.files.name(index) for index in broken]

@@ -102,10 +102,12 @@ def _load(data: Path, options: ImageOptions) -> tuple[ImageFolder, ImageFolder |
     train, test = image_folder.load(data, skip_broken=options.skip_broken)
     left_out: list[str] = []
     if options.skip_broken:
+        module = "tf_images" if options.framework == "tensorflow" else "image_folder"
+        decode = importlib.import_module(f"hvdtrain.workloads.data.{module}").decode
         workers = options.workers or 1
-        train, left_out = image_folder.without_broken(train, workers)
+        train, left_out = image_folder.without_broken(train, workers, decode)
         if test is not None:
-            test, broken = image_folder.without_broken(test, workers)
+            test, broken = image_folder.without_broken(test, workers, decode)
             left_out = left_out + broken
     return train, test, left_out
 
