@@ -20,6 +20,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part, bounds
 from hvdtrain.system.machine import accelerator
 from hvdtrain.tasks.augmented import augmented, edges
+from hvdtrain.tasks.batchnorm_pytorch import accept_any_batch
 from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of, unknown_class
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
@@ -103,6 +104,8 @@ class TorchTask(Task):
         metrics: metrics of an evaluation; the first determines the best checkpoint. Default:
             accuracy with the default ``losses``, otherwise none.
         columns: columns of the file of ``--predict``; default: class and probability.
+        channels_last: whether images and convolutions have this memory format, which is faster for
+            images of several channels, but in which a network cannot call ``x.view``.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class TorchTask(Task):
         losses: Losses = cross_entropy,
         metrics: Sequence[Metric] | None = None,
         columns: Columns = CLASSES,
+        channels_last: bool = False,
     ) -> None:
         self.options, self.losses = options, losses
         default = (Accuracy(),) if losses is cross_entropy else ()
@@ -128,8 +132,11 @@ class TorchTask(Task):
         self.device = torch.device(options.device)
         self.dtype = torch.float64 if options.precision == "fp64" else torch.float32
         self.model = model.to(self.device, self.dtype)
-        if _prefers_channels_last(*(p.shape for p in model.parameters() if p.ndim == 4)):
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        accept_any_batch(model)
+        # Dropout masks depend on the layout, so all strategies use the same one.
+        self._layout = torch.channels_last if channels_last else torch.preserve_format
+        if channels_last:
+            model.to(memory_format=self._layout)  # type: ignore[call-overload]
         on_gpu = self.device.type != accelerator.CPU
         self.optimizer = make_optimizer(self.model, options, fused=on_gpu)
         if isinstance(self.optimizer, Layerwise):
@@ -147,7 +154,7 @@ class TorchTask(Task):
         self._guard: Guard | None = None
 
     def _input(self, pixels: torch.Tensor) -> torch.Tensor:
-        return network_input(self._copy(pixels), self.dtype, self.scale)
+        return network_input(self._copy(pixels), self.dtype, self.scale, self._layout)
 
     @override
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> torch.Tensor:
@@ -340,10 +347,10 @@ class TorchTask(Task):
     def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
         self.model.eval()
         y = self._copy(batch.y)
-        output = self.model(self._input(batch.x)).to(torch.float64)
+        output = self.model(self._input(batch.x)).to(self.dtype)
         for metric in metrics:
-            metric.update(Batch(batch.x, y.cpu().numpy()), output.cpu().numpy())
-        return float(self._each(self.losses, output, y).sum())
+            metric.update(Batch(batch.x, y.cpu().numpy()), output.double().cpu().numpy())
+        return float(self._each(self.losses, output, y).double().sum())
 
     @torch.no_grad()
     @override
@@ -358,14 +365,15 @@ class TorchTask(Task):
 
 
 def network_input(
-    pixels: torch.Tensor, dtype: torch.dtype, scale: tuple[torch.Tensor, ...]
+    pixels: torch.Tensor,
+    dtype: torch.dtype,
+    scale: tuple[torch.Tensor, ...],
+    layout: torch.memory_format,
 ) -> torch.Tensor:
     """Return stored pixels times the factor plus the offset of ``scale``, in the model's layout.
 
     It makes two passes over the pixels, since it delays each step.
     """
-    channels_last = pixels.ndim == 4 and _prefers_channels_last(pixels.shape)
-    layout = torch.channels_last if channels_last else torch.preserve_format
     x = pixels.to(dtype, copy=True, memory_format=layout)
     return torch.addcmul(scale[1], x, scale[0], out=x)
 
@@ -381,12 +389,3 @@ def erase(x: torch.Tensor, boxes: torch.Tensor) -> None:
     rows, columns = (torch.arange(side, device=x.device) for side in x.shape[2:])
     within = (top <= rows) & (rows < bottom), (left <= columns) & (columns < right)
     x.masked_fill_(within[0][:, None, :, None] & within[1][:, None, None, :], 0)
-
-
-def _prefers_channels_last(first: torch.Size | None = None, *_: torch.Size) -> bool:
-    """Return whether channels_last is faster: if the first convolution has several channels.
-
-    ``first`` is the shape of its input or its weight. Dropout masks depend on the layout, so all
-    strategies must use the same one.
-    """
-    return first is not None and first[1] > 1

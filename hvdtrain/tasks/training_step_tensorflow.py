@@ -309,8 +309,9 @@ class TFTask(Task):
         return float(loss)
 
     def _traced_evaluate(self, pixels: Any, labels: Any) -> tuple[Any, Any]:
-        output = tf.cast(self.model(self._input(pixels), training=False), tf.float64)
-        return tf.reduce_sum(self._each(self.losses, output, labels)), output
+        output = tf.cast(self.model(self._input(pixels), training=False), self.dtype)
+        losses = tf.cast(self._each(self.losses, output, labels), tf.float64)
+        return tf.reduce_sum(losses), tf.cast(output, tf.float64)
 
     def _each(self, function: Losses, output: Any, labels: Any) -> Any:
         losses = function(output, labels)

@@ -128,13 +128,14 @@ def test_pixels_become_the_input_of_the_network(dtype: torch.dtype) -> None:
     )
     for stored in (pixels, pixels.contiguous(), pixels.to(dtype)):
         before = stored.clone()
-        x = network_input(stored, dtype, (factor, offset))
+        x = network_input(stored, dtype, (factor, offset), torch.channels_last)
         assert x.dtype == dtype and x.is_contiguous(memory_format=torch.channels_last)
         assert torch.allclose(x, before.to(dtype) * factor + offset, rtol=0, atol=1e-5)
         if dtype == torch.float64:
             assert torch.allclose(x, before.to(dtype) * factor + offset, rtol=1e-15, atol=1e-14)
         assert torch.equal(stored, before)  # a dataset in memory is not written to
-    assert network_input(pixels[:0], dtype, (factor, offset)).shape == (0, 3, 5, 7)
+    empty = network_input(pixels[:0], dtype, (factor, offset), torch.preserve_format)
+    assert empty.shape == (0, 3, 5, 7)
 
 
 @pytest.mark.parametrize(("workers", "ahead"), [(1, 2), (8, 2), (9, 1), (40, 1)])

@@ -495,8 +495,8 @@ def test_an_output_becomes_detections_in_pixels() -> None:
 @pytest.mark.parametrize("model", WORKLOAD.models)
 def test_a_network_has_an_output_for_each_default_box(model: str) -> None:
     with torch.device("meta"):  # of the shapes alone
-        network, images = SSD300(model, 3), torch.zeros(1, 3, 300, 300)
-        assert network(images).shape == (1, 8732, 8)
+        network, images = SSD300(model, 3), torch.zeros(2, 3, 300, 300)
+        assert network(images).shape == (2, 8732, 8)
         assert network.backbone(images).shape[2:] == (38, 38)
 
 

@@ -279,3 +279,78 @@ def allocated_bytes() -> int:
         pytest.skip("the C library is not glibc 2.33 or newer")
     function.restype = Usage
     return int(function().numbers[7])  # uordblks
+
+
+@pytest.mark.parametrize(("layer", "shape"), [("1d", ()), ("2d", (1, 1)), ("3d", (1, 1, 1))])
+def test_batchnorm_accepts_a_part_of_one_sample(layer: str, shape: tuple[int, ...]) -> None:
+    """As the tail of an epoch has for some number of ranks: PyTorch raises."""
+    torch = pytest.importorskip("torch")
+    from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
+
+    options = replace(Options(), precision="fp64", device="cpu", weight_decay=0.0)
+    norm = getattr(torch.nn, f"BatchNorm{layer}")(3)
+    x = np.arange(6.0).reshape(2, 3, *shape)
+    head = torch.nn.Sequential(norm, torch.nn.Flatten(), torch.nn.Linear(3, 2))
+    task = TorchTask(head, options, InMemory(x, np.array([0, 1]), "cpu"), None)
+    task.update(task.train.fetch(np.arange(1)), learning_rate=0.1, seed=1)
+    assert norm.running_mean.tolist() == [0.0] * 3
+    task.update(task.train.fetch(np.arange(2)), learning_rate=0.1, seed=1)
+    assert norm.running_mean.tolist() == pytest.approx([0.15, 0.25, 0.35])
+    assert set(norm.state_dict()) == set(getattr(torch.nn, f"BatchNorm{layer}")(3).state_dict())
+
+
+def test_a_network_gets_images_in_the_format_of_pytorch() -> None:
+    """As those that reshape them by ``view`` need, e.g. PyTorch's tutorial on CIFAR-10."""
+    torch = pytest.importorskip("torch")
+    from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
+
+    class Net(torch.nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.linear = torch.nn.Conv2d(3, 4, 5), torch.nn.Linear(16, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.linear(self.convolution(x).view(-1, 16))
+
+    options = replace(Options(), precision="fp32", device="cpu")
+    data = InMemory(np.zeros((4, 3, 6, 6), np.uint8), np.zeros(4, np.int64), "cpu")
+    task = TorchTask(Net(), options, data, data)
+    task.update(data.fetch(np.arange(4)), learning_rate=0.1, seed=1)
+    assert math.isfinite(task.evaluate(data.fetch(np.arange(4)), []))
+    faster = TorchTask(Net(), options, data, data, channels_last=True)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        faster.update(data.fetch(np.arange(4)), learning_rate=0.1, seed=1)
+
+
+def test_a_loss_with_constants_of_the_precision_is_evaluated_in_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
+
+    def losses(output: Any, y: Any) -> Any:
+        weight = torch.tensor([1.0, 2.0])  # fp32
+        return torch.nn.functional.cross_entropy(output, y, weight=weight, reduction="none")
+
+    options = replace(Options(), precision="bf16", device="cpu")
+    data = InMemory(np.zeros((2, 3), np.float32), np.array([0, 1]), "cpu")
+    layer = torch.nn.Linear(3, 2, bias=False)
+    task = TorchTask(layer, options, data, data, losses=losses)
+    task.update(data.fetch(np.arange(2)), learning_rate=0.1, seed=1)
+    assert task.evaluate(data.fetch(np.arange(2)), []) == pytest.approx(3 * math.log(2))
+
+
+def test_a_loss_with_constants_of_the_precision_is_evaluated_in_tensorflow() -> None:
+    keras = pytest.importorskip("keras")
+    import tensorflow as tf
+
+    from hvdtrain.tasks import training_step_tensorflow as tensorflow
+
+    def losses(output: Any, y: Any) -> Any:
+        return tf.nn.sigmoid_cross_entropy_with_logits(labels=tf.cast(y, tf.float32), logits=output)
+
+    options = replace(Options(), precision="bf16", device="cpu")
+    data = tensorflow.InMemory(np.zeros((2, 3), np.float32), np.array([0, 1]), "/CPU:0")
+    layers = [keras.Input((3,)), keras.layers.Dense(1, use_bias=False), keras.layers.Flatten()]
+    model = keras.Sequential([*layers, keras.layers.Reshape(())])
+    task = tensorflow.TFTask(model, options, data, data, losses=losses)
+    task.update(data.fetch(np.arange(2)), learning_rate=0.1, seed=1)
+    assert task.evaluate(data.fetch(np.arange(2)), []) == pytest.approx(2 * math.log(2))

@@ -52,33 +52,14 @@ def centre_crop(image: Image.Image, size: int) -> Image.Image:
     return cut(image, centre_view(image, size))
 
 
-class BatchNorm2d(torch.nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` that accepts a batch with one value per channel, for which it raises.
-
-    The last batch of an epoch may be a single image, and of 32 pixels the last layers see one.
-    Its variance is 0, so the layer returns its bias; there is no unbiased variance to track.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as in torch)
-        """Normalise ``input`` of shape (n, channels, height, width)."""
-        if self.training and input.numel() == input.shape[1]:
-            return torch.batch_norm(
-                input, self.weight, self.bias, None, None, True, 0.0, self.eps, False
-            )
-        return super().forward(input)
-
-
 def task(options: ImageOptions, train: Dataset, test: Dataset | None, classes: int) -> TorchTask:
     """Return a ResNet as a task."""
     torch.manual_seed(options.seed)
     model = torchvision().models.get_model(options.model, weights=None, num_classes=classes)
-    for module in model.modules():
-        if type(module) is torch.nn.BatchNorm2d:
-            module.__class__ = BatchNorm2d
     model.pipeline_layers = functools.partial(pipeline_layers, model)
     if isinstance(train, Synthetic):
-        return TorchTask(model, options, train, test)
-    return TorchTask(model, options, train, test, scale=normalization())
+        return TorchTask(model, options, train, test, channels_last=True)
+    return TorchTask(model, options, train, test, scale=normalization(), channels_last=True)
 
 
 def normalization() -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from hvdtrain.system.files import is_regular
 from hvdtrain.tasks.training_step_pytorch import TorchTask
 from hvdtrain.workloads.data.coco import Coco
 from hvdtrain.workloads.data.torch_images import ReadAhead
-from hvdtrain.workloads.resnet.pytorch import BatchNorm2d, normalization, torchvision
+from hvdtrain.workloads.resnet.pytorch import normalization, torchvision
 from hvdtrain.workloads.ssd300.boxes import RATIOS, MultiboxLoss, default_boxes
 from hvdtrain.workloads.ssd300.data import BoxReader, Drawn
 from hvdtrain.workloads.ssd300.metric import MeanAveragePrecision, columns, pycocotools
@@ -63,9 +63,6 @@ class SSD300(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for module in self.modules():
-            if type(module) is nn.BatchNorm2d:
-                module.__class__ = BatchNorm2d
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return offsets and scores of all default boxes, shape (n, 8732, 4 + 1 + classes)."""
@@ -154,4 +151,5 @@ def task(options: DetectorOptions, train: Coco, test: Coco | None) -> TorchTask:
         losses=MultiboxLoss(default_boxes()),
         metrics=(MeanAveragePrecision(evaluated, options.pictures, for_test),),
         columns=columns(evaluated),
+        channels_last=True,
     )

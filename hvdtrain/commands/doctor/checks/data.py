@@ -225,7 +225,8 @@ class _Probe:
         pixels = torch.from_numpy(batch).permute(0, 3, 1, 2)
         scale = (torch.full((3, 1, 1), 0.02), torch.full((3, 1, 1), -2.0))
         sharing = _median(lambda: torch.from_numpy(batch).share_memory_())
-        normalising = _median(lambda: network_input(pixels, torch.float32, scale))
+        layout = torch.channels_last
+        normalising = _median(lambda: network_input(pixels, torch.float32, scale, layout))
         seconds = {stage: spent / len(self.sizes) for stage, spent in self.spent.items()}
         seconds[COPY] += sharing / BATCH
         return {**seconds, NORMALISING: normalising / BATCH}
