@@ -23,7 +23,7 @@ Vector = NDArray[np.float64]
 Operations = dict[str, Callable[[], object]]  # functions by the name of the collective
 Tensor = Any  # a NumPy array, or a torch or TensorFlow tensor on CPU or GPU
 
-CHUNK = 2**28  # maximum bytes of a broadcast: MPI counts elements in a 32-bit int
+CHUNK = 2**28  # maximum bytes of a message: MPI counts elements in a 32-bit int
 
 KINDS = {
     kind.__name__: kind for kind in (HvdtrainError, UsageError, CheckpointError, TrainingError)
@@ -100,6 +100,14 @@ class Communicator(ABC):
         for start in range(0, length, CHUNK):
             buffer[start : start + CHUNK] = self.broadcast(buffer[start : start + CHUNK])
         return buffer.tobytes()
+
+    def gather_large(self, data: bytes) -> list[bytes]:
+        """Return the ``data`` of all ranks, by rank, of any length."""
+        lengths = [int.from_bytes(n, "big") for n in self.gather(len(data).to_bytes(8, "big"))]
+        step = max(1, CHUNK // self.size)
+        starts = range(0, max(lengths), step)
+        pieces = [self.gather(data[start : start + step]) for start in starts]
+        return [b"".join(piece[rank] for piece in pieces) for rank in range(self.size)]
 
     def gather_json(self, value: Any, kind: Any = Any) -> list[Any]:
         """Return the JSON values of all ranks by rank, converted to ``kind``, e.g. a dataclass."""

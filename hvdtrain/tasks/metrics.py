@@ -117,7 +117,7 @@ class WholeSet(Metric):
         file = io.BytesIO()
         np.savez(file, *[array for pair in self.seen for array in pair])
         self.seen = []
-        for data in collectives.gather(file.getvalue()):
+        for data in collectives.gather_large(file.getvalue()):
             arrays = list(np.load(io.BytesIO(data)).values())
             self.seen += zip(arrays[::2], arrays[1::2], strict=True)
 

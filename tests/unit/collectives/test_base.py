@@ -60,6 +60,16 @@ def test_bytes_of_any_length_are_broadcast_from_rank_zero(
     assert on_ranks(size, send) == [data] * size
 
 
+@pytest.mark.parametrize("lengths", [(0,), (9,), (5, 0), (4, 9), (0, 0), (7, 0, 3)])
+def test_bytes_of_any_length_are_gathered(
+    monkeypatch: pytest.MonkeyPatch, on_ranks: Any, lengths: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", 4)
+    data = [bytes([rank]) * length for rank, length in enumerate(lengths)]
+    gathered = on_ranks(len(lengths), lambda c: c.gather_large(data[c.rank]))
+    assert gathered == [data] * len(lengths)
+
+
 def test_together_returns_the_result_of_each_rank(on_ranks: Any) -> None:
     assert on_ranks(3, lambda c: c.together(lambda: 10 * c.rank)) == [0, 10, 20]
 
