@@ -146,7 +146,7 @@ def test_what_cannot_be_evaluated_is_one_line_and_exit_code_2(tmp_path: Path) ->
         file.write(b"x")
     out = tmp_path / "out.csv"
     for line, words in (
-        ((f"--checkpoint={tmp_path / 'nothing'}",), "nothing does not exist"),
+        ((f"--checkpoint={tmp_path / 'nothing'}",), "nothing: No such file or directory"),
         ((f"--checkpoint={saved / 'state.json'}",), "state.json: Not a directory"),
         ((f"--checkpoint={tmp_path / 'empty'}",), "there is no checkpoint in"),
         ((f"--checkpoint={damaged}",), "step-000000001 is damaged (ValueError: the checksum of"),
