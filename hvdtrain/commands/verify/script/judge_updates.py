@@ -30,7 +30,9 @@ Vector = NDArray[np.float64]
 BETWEEN = 1e-6  # relative difference between ranks that counts as equal
 REDUCED = 5e-3  # relative difference to the mean: compression to fp16 stays below it
 RULE = 1e-3  # relative difference to a rule of the learning rate
+LOSS = 0.05  # relative difference of the losses of two batches that counts as equal
 IDLE = 1e-2  # relative weight below which the gradients of a rank are not used
+DIVIDED = ": averaged, though each rank's gradient was already divided by the global batch"
 NO_BROADCAST = "no broadcast was executed"
 STATE = "broadcast_optimizer_state"
 WHOLE = {"broadcast_global_variables", "broadcast_state"}  # all parameters, whatever the arguments
@@ -212,8 +214,12 @@ def _composition(records: Records, single_rank: Record | None, evidence: str) ->
             continue
         if not reduced:
             return row(5, False, f"{evidence}; but Horovod reduced nothing")
-        part = 0.0 if records[0].hvdtrain else _part(np.array(local), single_rank)
-        return _combination(np.array(updates[0].applied), np.array(local), evidence, part=part)
+        if records[0].hvdtrain:
+            part, divided = 0.0, False
+        else:
+            part, divided = _part(np.array(local), single_rank), _is_divided(updates, single_rank)
+        applied = np.array(updates[0].applied)
+        return _combination(applied, np.array(local), evidence, part=part, divided=divided)
     if reduced:  # perhaps to their sum, or to the mean over some of the ranks
         evidence += "; reduced, but the local gradients were not seen"
     return not_seen(5, evidence)
@@ -232,16 +238,37 @@ def _part(local: Vector, single_rank: Record | None) -> float | None:
     return float(np.median(np.linalg.norm(local, axis=1))) / base if base else None
 
 
-def _combination(applied: Vector, local: Vector, evidence: str, *, part: float | None) -> StepRow:
+def _is_divided(updates: Sequence[Update], single_rank: Record | None) -> bool:
+    """Return whether the losses of the ranks are 1 / size of the loss of one rank.
+
+    Their gradients are then sums divided by the size of the global batch. Unlike the gradients of
+    two batches, which differ as much by noise, the losses are equal with equal weights.
+    """
+    if single_rank is None or not single_rank.updates:
+        return False
+    first = single_rank.updates[0]
+    losses = [update.loss for update in updates if update.before.digest == first.before.digest]
+    return bool(losses and first.loss) and all(
+        loss is not None and math.isclose(loss * len(updates), first.loss or 0.0, rel_tol=LOSS)
+        for loss in losses
+    )
+
+
+def _combination(
+    applied: Vector, local: Vector, evidence: str, *, part: float | None, divided: bool
+) -> StepRow:
     """Judge whether ``applied`` is the mean of the gradients ``local``, or uses all of them.
 
-    ``evidence`` so far; ``part``: see ``_part``, 0 if hvdtrain weights the gradients.
+    ``evidence`` so far; ``part``: see ``_part``, 0 if hvdtrain weights the gradients; ``divided``:
+    see ``_is_divided``.
     """
     size, scale = len(local), _norm(applied)
     to_mean = _norm(applied - local.mean(0)) / scale
     if to_mean <= REDUCED:
         evidence += f"; to the mean of the local gradients {number(to_mean)}"
-        return row(5, True, evidence, mean=to_mean)
+        if divided:
+            evidence += DIVIDED
+        return row(5, not divided, evidence, mean=to_mean, divided=divided)
     if _norm(applied - local.sum(0)) / scale <= REDUCED:
         evidence += "; the sum, not the mean, of the local gradients"
         if part is None:
@@ -251,7 +278,7 @@ def _combination(applied: Vector, local: Vector, evidence: str, *, part: float |
         evidence += f", each {part:.2g} times the gradient of one rank"
         # The geometric mean of 1 / size and the root of size, since noise makes the gradients of a
         # batch's parts larger by up to that root.
-        if part < size**-0.25:
+        if divided or part < size**-0.25:
             return row(5, True, f"{evidence}: divided by the global batch size before")
         return row(5, False, evidence, summed=True)
     weights, _, rank, _ = np.linalg.lstsq(local.T, applied, rcond=1e-6)

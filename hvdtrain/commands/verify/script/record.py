@@ -82,6 +82,7 @@ class Update:
     applied: list[float]  # sample of the gradients
     local: list[float] | None  # the same before they were reduced; None: not seen
     state: str | None  # digest of the optimizer's state before; None: not seen
+    loss: float | None = None  # whose gradients are ``local``; None: not seen
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class ScriptRecorder:
         self.limit = updates
         self.batch = 0  # samples since the last update
         self.local: list[Array] | None = None  # gradients of this rank for the next update
+        self.loss: float | None = None  # whose gradients they are
         self.ignored = 0  # > 0 outside of the script's training
         self.inspect: Callable[[], Any] = lambda: None  # reads some of the data at the end
         self.gradient_tests: list[Callable[[Any], bool]] = []  # one per framework
@@ -276,6 +278,7 @@ class ScriptRecorder:
                     applied=summary(applied).sample,
                     local=summary(local).sample if fits and local is not None else None,
                     state=None if state is None else summary(state).digest,
+                    loss=self.loss,
                 )
             )
         self.count()
@@ -283,7 +286,7 @@ class ScriptRecorder:
     def count(self) -> None:
         """Count an update, recorded in detail or not."""
         self.record.done += 1
-        self.batch, self.local = 0, None
+        self.batch, self.local, self.loss = 0, None, None
         self._samples.update()
         if self.done <= DETAILED:
             self.write()

@@ -90,17 +90,19 @@ class TensorFlowWatch:
         return any(value is grad for grad in self.gradients) or tuple(value.shape) in shapes
 
     def _gradient(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record this rank's local gradients, before they are reduced."""
+        """Record this rank's loss and its local gradients, before they are reduced."""
         result = original(*args, **kwargs)
         tf = self.tf
         flat = tf.nest.flatten(result)
         dense = [tf.convert_to_tensor(value) for value in flat if value is not None]
+        targets = tf.nest.flatten(args[1] if len(args) > 1 else kwargs.get("target"))
+        losses = [tf.reduce_sum(tf.cast(t, tf.float64)) for t in targets if tf.is_tensor(t)]
 
-        def note(*arrays: Any) -> None:
+        def note(loss: Any, *arrays: Any) -> None:
             if self.recorder.detailed:
-                self.recorder.local = list(arrays)
+                self.recorder.loss, self.recorder.local = float(loss), list(arrays)
 
-        done = run(note, dense)
+        done = run(note, [sum(losses, tf.zeros([], tf.float64)), *dense])
         if done is None:
             self.gradients = [value for value in flat if value is not None]
             return result

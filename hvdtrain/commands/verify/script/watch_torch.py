@@ -29,6 +29,7 @@ def watch(torch: Any, recorder: ScriptRecorder) -> None:
     steps.register_optimizer_step_pre_hook(updates.before)
     steps.register_optimizer_step_post_hook(updates.after)
     after(torch.optim.Optimizer, "add_param_group", lambda r, owner, *a, **k: updates.listen(owner))
+    after(torch.Tensor, "backward", updates.backward)
     forward = InputWatch(recorder, updates)
     modules = torch.nn.modules.module
     modules.register_module_forward_pre_hook(forward.before)
@@ -69,6 +70,11 @@ class OptimizerWatch:
                 self.gradients[key] = value.clone() if held is None else held + value
 
         return collect
+
+    def backward(self, _: None, loss: Any, *__: Any, **___: Any) -> None:
+        """Record the loss of a backward pass, to be added to those since the last step."""
+        if self.recorder.detailed and not self.recorder.ignored and loss.numel() == 1:
+            self.recorder.loss = (self.recorder.loss or 0.0) + loss.item()
 
     def trains(self, module: Any) -> bool:
         """Return whether an optimizer holds parameters of ``module``."""

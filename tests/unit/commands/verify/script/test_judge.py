@@ -33,7 +33,7 @@ Change = Callable[[Records], object]
 
 def update(rank: int, number: int) -> Update:
     weights = Values(f"weights {number}", [1.0 * number, 2.0])
-    return Update(16, 4, 100, weights, list(MEAN), list(LOCAL[rank]), "state")
+    return Update(16, 4, 100, weights, list(MEAN), list(LOCAL[rank]), "state", loss=2.0)
 
 
 def script(size: int = 2, rate: float = 0.2) -> Records:
@@ -228,6 +228,11 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
     "own gradients": (5, [applied(lambda rank: LOCAL[rank])], "rank 1 applied different gradients"),
     "rank 0's gradients": (5, [updates(applied=LOCAL[0])], "rank 1 not used (1, "),
     "the sum": (5, [updates(applied=SUM)], "the sum, not the mean"),
+    "averaged, and divided by the global batch": (
+        5,
+        [updates(loss=1.02)],
+        "though each rank's gradient was already divided by the global batch",
+    ),
     "nothing reduced": (5, [each(reduced=0)], "Horovod reduced nothing"),
     "no broadcast, other weights": (
         6,
@@ -315,6 +320,9 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
         NOT_SEEN,
         "; reduced, but the local gradients were not seen",
     ),
+    "a batch of small losses": (5, [updates(loss=1.2)], OK, "to the mean"),
+    "half the loss, of other weights": (5, [updates(loss=1.0, before=OTHER)], OK, "to the mean"),
+    "a loss that was not seen": (5, [updates(1, loss=None), updates(0, loss=1.0)], OK, "to the m"),
     "uneven parts": (5, [updates(applied=UNEVEN)], OK, "0.6, 0.4 times the local"),
     "Adasum, the rate": (4, ADASUM, NOT_SEEN, "Adasum"),
     "Adasum, the gradients": (5, ADASUM, NOT_SEEN, "Adasum"),

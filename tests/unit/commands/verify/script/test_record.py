@@ -114,7 +114,7 @@ def test_a_failing_listener_does_not_stop_the_script(capsys: pytest.CaptureFixtu
 
 def test_updates_and_their_end(recorder: ScriptRecorder) -> None:
     recorder.samples(np.arange(8.0).reshape(4, 2))
-    recorder.local = [np.ones((2, 3))]
+    recorder.local, recorder.loss = [np.ones((2, 3))], 2.5
     update(recorder)
     recorder.end_if_enough()
     recorder.local = [np.ones(7)]  # of another model
@@ -125,6 +125,7 @@ def test_updates_and_their_end(recorder: ScriptRecorder) -> None:
     assert (first.samples, second.samples) == (4, 0)
     assert first.local == [1.0] * 6
     assert second.local is None
+    assert (first.loss, second.loss) == (2.5, None)
     assert first.before.digest != second.before.digest
     assert recorder.record.ended == "updates"
     recorder.end_if_enough()  # the script may continue to its end
