@@ -11,7 +11,7 @@ torch.manual_seed(hvd.rank())
 model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
 for tensor in model.state_dict().values():
     hvd.synchronize(hvd.broadcast_async_(tensor, root_rank=0))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.randn(40, 3, generator=torch.Generator().manual_seed(7))
 for part in data.split(8):
     mine = part[hvd.rank() :: hvd.size()]

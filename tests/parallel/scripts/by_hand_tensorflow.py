@@ -14,7 +14,7 @@ keras.utils.set_random_seed(hvd.rank())
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5), keras.layers.Dense(2)])
 for variable in model.variables:
     variable.assign(hvd.broadcast(variable.value, root_rank=0))
-optimizer = keras.optimizers.SGD(0.1 * hvd.size())
+optimizer = keras.optimizers.SGD(0.1)
 data = np.random.default_rng(7).standard_normal((40, 3), dtype="float32")
 
 

@@ -14,7 +14,6 @@ from hvdtrain.commands.verify.check_ranks import judge_devices, judge_world, tru
 from hvdtrain.commands.verify.rows import OK, StepRow, by_rank, not_seen, row
 from hvdtrain.commands.verify.script.judge_updates import (
     equal_start,
-    is_unscaled,
     learning_rate,
     mean_gradient,
 )
@@ -31,8 +30,9 @@ COVERED = 0.9  # of the samples of a run on one rank: incomplete batches may be 
 
 def rows(records: Records, single_rank: Record | None = None) -> list[StepRow]:
     """Return all eight rows; ``single_rank``: the record of a run on one rank, to compare with."""
-    gradient = mean_gradient(records, single_rank, unscaled=is_unscaled(records, single_rank))
-    rate = learning_rate(records, single_rank, summed=gradient.facts.get("summed", False))
+    gradient = mean_gradient(records, single_rank)
+    summed, divided = (gradient.facts.get(name, False) for name in ("summed", "divided"))
+    rate = learning_rate(records, single_rank, summed=summed, divided=divided)
     if any(call.adasum for record in records for call in record.calls):
         rate, gradient = (not_seen(4, ADASUM), not_seen(5, ADASUM))
     return [

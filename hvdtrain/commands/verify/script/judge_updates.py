@@ -7,13 +7,13 @@ compare with.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.commands.verify.rows import FAILED, StepRow, by_rank, not_seen, number, row
+from hvdtrain.commands.verify.rows import StepRow, by_rank, not_seen, number, row
 from hvdtrain.commands.verify.script.record import (
     SAME,
     SCALED,
@@ -30,6 +30,7 @@ Vector = NDArray[np.float64]
 BETWEEN = 1e-6  # relative difference between ranks that counts as equal
 REDUCED = 5e-3  # relative difference to the mean: compression to fp16 stays below it
 RULE = 1e-3  # relative difference to a rule of the learning rate
+CONSTANT = 1.1  # growth of a global batch that is divided among the ranks, and rounded up
 LOSS = 0.05  # relative difference of the losses of two batches that counts as equal
 IDLE = 1e-2  # relative weight below which the gradients of a rank are not used
 DIVIDED = ": averaged, though each rank's gradient was already divided by the global batch"
@@ -38,10 +39,13 @@ STATE = "broadcast_optimizer_state"
 WHOLE = {"broadcast_global_variables", "broadcast_state"}  # all parameters, whatever the arguments
 
 
-def learning_rate(records: Records, single_rank: Record | None, *, summed: bool) -> StepRow:
+def learning_rate(
+    records: Records, single_rank: Record | None, *, summed: bool, divided: bool
+) -> StepRow:
     """Judge step 4: the rates are equal on all ranks, and follow a rule from those of one rank.
 
-    ``summed``: the ranks' gradients are summed, not averaged.
+    ``summed``: the ranks' gradients are summed, not averaged; ``divided``: they are averaged, and
+    1 / size of one rank's.
     """
     size = len(records)
     count = min(len(record.rates) for record in records)
@@ -69,21 +73,14 @@ def learning_rate(records: Records, single_rank: Record | None, *, summed: bool)
     peak = _peak(records, single_rank)
     for name, factor in (("linear", float(size)), ("square root", math.sqrt(size))):
         if _close(peak, factor):
-            return row(4, True, f"{evidence}: {name} rule, x {factor:.3g}", ratio=factor)
+            holds = divided or not _is_constant(records, single_rank)
+            end = "" if holds else ", though the global batch is that of one rank"
+            return row(4, holds, f"{evidence}: {name} rule, x {factor:.3g}{end}", ratio=factor)
     if peak > size:
         return row(4, False, f"{evidence}: x {peak:.3g}, more than the linear rule's {size}")
     if not _close(peak, 1.0):
         return not_seen(4, f"{evidence}: x {peak:.3g}, no known rule")
     return _unscaled(records, single_rank, evidence, summed=summed)
-
-
-def is_unscaled(records: Records, single_rank: Record | None) -> bool:
-    """Return whether the rate is that of one rank, although the global batch is larger."""
-    if not single_rank or not all(record.rates for record in (single_rank, *records)):
-        return False
-    growth = _growth(records, single_rank)
-    grows = growth is not None and _grows(records, growth)
-    return grows and _close(_peak(records, single_rank), 1.0)
 
 
 def _rule(records: Records) -> tuple[float, float] | None:
@@ -105,6 +102,19 @@ def _growth(records: Records, single_rank: Record) -> float | None:
 def _grows(records: Records, growth: float) -> bool:
     """Return whether the global batch grows with the ranks, rather than being divided."""
     return growth >= (1 + len(records)) / 2
+
+
+def _is_constant(records: Records, single_rank: Record) -> bool:
+    """Return whether the global batch is known to be that of one rank, and not for lack of data."""
+    growth = _growth(records, single_rank)
+    if growth is None or growth > CONSTANT:
+        return False
+    return not any(
+        record.done < 2  # the first update may be an epoch
+        or record.seen.epoch == 1
+        or (record.loader and record.updates[0].samples >= (record.loader.drawn or math.inf))
+        for record in records
+    )
 
 
 def _top(record: Record) -> float:
@@ -152,11 +162,11 @@ def _unscaled(records: Records, single_rank: Record, evidence: str, *, summed: b
     return row(4, False, evidence)
 
 
-def mean_gradient(records: Records, single_rank: Record | None, *, unscaled: bool) -> StepRow:
+def mean_gradient(records: Records, single_rank: Record | None) -> StepRow:
     """Judge step 5: the gradients applied are equal on all ranks, and combine all local gradients.
 
-    ``unscaled``: the learning rate is that of one rank, although the global batch is larger; the
-    sum of the gradients is then equivalent to their mean with the linear rule.
+    At the rate of one rank the sum of the gradients is equivalent to their mean with the linear
+    rule, and so is at size times that rate their mean divided by the size.
     """
     steps = _by_rank(records)
     if not steps:
@@ -177,10 +187,23 @@ def mean_gradient(records: Records, single_rank: Record | None, *, unscaled: boo
         largest = max(largest, *to_root)
     evidence = f"max difference between ranks {number(largest)} over {plural(len(steps), 'update')}"
     result = _composition(records, single_rank, f"{evidence}, {tensors}")
-    if result.state == FAILED and result.facts.get("summed") and unscaled:
-        evidence = f"{result.evidence}; at the rate of one rank, equivalent to the linear rule"
-        return row(5, True, evidence, **result.facts)
+    if rate := _compensation(records, single_rank, result.facts):
+        return row(5, True, f"{result.evidence}; at {rate}", **result.facts)
     return result
+
+
+def _compensation(records: Records, single_rank: Record | None, facts: Mapping[str, Any]) -> str:
+    """Return the rate that compensates for the factor of the gradients; empty if it does not."""
+    if not single_rank or not all(record.rates for record in (single_rank, *records)):
+        return ""
+    peak, growth = _peak(records, single_rank), _growth(records, single_rank)
+    grows = growth is not None and _grows(records, growth)
+    if facts.get("summed") and grows and _close(peak, 1.0):
+        return "the rate of one rank, equivalent to the linear rule"
+    size = len(records)
+    if facts.get("divided") and _close(peak, size) and _is_constant(records, single_rank):
+        return f"{size} times the rate of one rank, equivalent to it"
+    return ""
 
 
 def _by_rank(records: Records) -> list[tuple[Update, ...]]:

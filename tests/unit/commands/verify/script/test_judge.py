@@ -165,9 +165,9 @@ def same_samples(records: Records) -> None:
     records[1].seen.marks = list(records[0].seen.marks)
 
 
-def within_an_epoch(records: Records) -> None:
-    for record in records:
-        record.seen.epoch = None
+def epoch_of(updates: int | None) -> Change:
+    """Let the samples repeat after these updates; None: not yet."""
+    return lambda records: [setattr(record.seen, "epoch", updates) for record in records]
 
 
 OTHER = Values("other", [7.0, 2.0])  # weights that differ from those of the other ranks
@@ -215,8 +215,13 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
     "not scaled": (4, [each(**rates(0.1))], "though the global batch is 2 times larger"),
     "not scaled in the first updates": (
         4,
-        [each(**rates(0.1)), within_an_epoch],
+        [each(**rates(0.1)), epoch_of(None)],
         "2 times larger; use --updates all",
+    ),
+    "scaled, at a fixed global batch": (
+        4,
+        [updates(samples=8)],
+        "linear rule, x 2, though the global batch is that of one rank",
     ),
     "size squared": (4, [each(**rates(0.4))], "on one rank: x 4, more than the linear rule's 2"),
     "a warm-up to size squared": (
@@ -281,6 +286,7 @@ def test_a_fault_fails_only_its_row(name: str) -> None:
 
 
 OWN = each(hvdtrain=True, metrics=[MetricReduction("average_metrics over 9 samples", [1.0], [1.0])])
+FIXED = updates(samples=8)
 SUMMED = [updates(applied=SUM), each(**rates(0.1))]
 ADASUM = [applied(lambda rank: LOCAL[rank]), each(**rates(0.1)), calling("hvd", adasum=True)]
 UNEVEN = [0.6 * first + 0.4 * second for first, second in zip(*LOCAL, strict=True)]
@@ -289,10 +295,16 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
     "square root": (4, [each(**rates(0.1 * 2**0.5))], OK, "square root rule, x 1.41"),
     "fixed global batch": (
         4,
-        [each(**rates(0.1)), updates(samples=8)],
+        [each(**rates(0.1)), FIXED],
         OK,
         "unchanged, like the global batch",
     ),
+    "a dataset of one batch": (4, [FIXED, epoch_of(1)], OK, "linear rule, x 2"),
+    "a dataset of one batch, augmented": (4, [FIXED, each(loader=loader(drawn=8))], OK, "x 2"),
+    "one update": (4, [FIXED, each(done=1)], OK, "linear rule, x 2"),
+    "a batch size that was not seen": (4, [updates(samples=0)], OK, "linear rule, x 2"),
+    "sums of a fixed global batch, averaged": (4, [FIXED, updates(loss=1.0)], OK, "x 2"),
+    "half the gradients at twice the rate": (5, [FIXED, updates(loss=1.0)], OK, "equivalent to it"),
     "warm-up": (
         4,
         [each(**rates(0.1, 0.11, 0.12, 0.13, 0.14))],
