@@ -199,7 +199,10 @@ def writers(records: Records) -> StepRow:
 
 
 def metrics(records: Records) -> StepRow:
-    """Judge step 8: values were reduced over the ranks, and are equal on all."""
+    """Judge step 8: values were reduced that differ between the ranks, and then are equal on all.
+
+    Equal values show nothing: an allreduce of a constant is a barrier.
+    """
     reduced = [_metrics(record) for record in records]
     if not any(reduced):
         return not_seen(8, f"no metric was reduced in {_updates(records)}")
@@ -208,16 +211,25 @@ def metrics(records: Records) -> StepRow:
         return not_seen(8, f"{rank_list(missing)} ended before reducing a metric")
     if missing:
         return row(8, False, f"metrics are reduced, but not on {rank_list(missing)}")
-    for metrics in zip(*reduced, strict=False):
+    reductions = list(zip(*reduced, strict=False))
+    for metrics in reductions:
         if any(not _close(metric.after, metrics[0].after) for metric in metrics):
             results = by_rank([_first(metric.after) for metric in metrics], ", ")
             return row(8, False, f"{metrics[0].name} is {results} by rank after the reduction")
-    metric = reduced[0][0]
-    before = by_rank([_first(values[0].before) for values in reduced], ", ")
+    different = [
+        metrics
+        for metrics in reductions
+        if any(not _close(metric.before, metrics[0].before) for metric in metrics)
+    ]
+    if not different and len(records) > 1:
+        return not_seen(8, "the values that were reduced were equal on all ranks before, too")
+    metrics = (different or reductions)[0]
+    metric = metrics[0]
+    before = by_rank([_first(metric.before) for metric in metrics], ", ")
     evidence = f"{metric.name}: {before} by rank, {_first(metric.after)} on all after the reduction"
     if not records[0].hvdtrain:
         evidence += "; a mean of means is correct only for equal numbers of samples"
-    return row(8, True, evidence, reductions=min(map(len, reduced)))
+    return row(8, True, evidence, reductions=len(reductions))
 
 
 def _metrics(record: Record) -> list[MetricReduction]:

@@ -376,6 +376,18 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
     "each its own file": (7, [on(1, written=["/work/log.1"])], OK, "by two ranks"),
     "no file": (7, [on(0, written=[])], NOT_SEEN, "in 5 updates"),
     "no metric": (8, [each(metrics=[])], NOT_SEEN, "in 5 updates"),
+    "a barrier": (
+        8,
+        [each(metrics=[MetricReduction("barrier", [0.0], [0.0])])],
+        NOT_SEEN,
+        "equal on all ranks before, too",
+    ),
+    "a barrier before the metric": (
+        8,
+        [lambda records: [r.metrics.insert(0, MetricReduction("b", [], [])) for r in records]],
+        OK,
+        "loss: 1, 2 by rank",
+    ),
     "a rank that gathers no value": (
         8,
         [
