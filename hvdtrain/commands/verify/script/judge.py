@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from hvdtrain.commands.verify.check_ranks import judge_devices, judge_world, true_world
 from hvdtrain.commands.verify.rows import OK, StepRow, by_rank, not_seen, row
@@ -24,7 +24,7 @@ from hvdtrain.system.output.text import plural, rank_list
 FEW = 3  # samples that two ranks may share by chance: data have duplicates, samplers pad
 ADASUM = "Adasum combines the ranks' steps by another rule, at the learning rate of one rank"
 NO_INIT = "Horovod has not been initialized"  # Horovod's message
-EXPECTED = 5.0  # samples expected on two ranks if they were drawn without shards
+EXPECTED = 5.0  # samples expected on several ranks if they were drawn without shards
 COVERED = 0.9  # of the samples of a run on one rank: incomplete batches may be dropped
 
 
@@ -113,7 +113,11 @@ def shards(records: Records, single_rank: Record | None) -> StepRow:
     if order := _equal_order(records):
         return row(3, False, order)
     if len(requested) == size:
-        return row(3, True, f"{requested[0][2]} gives {size} shards; {samples}", shared=shared)
+        evidence = f"{requested[0][2]} gives {size} shards; {samples}"
+        if _are_trained(records) or _by_chance(seen, _dataset_size(seen, single_rank)) >= EXPECTED:
+            return row(3, True, evidence, shared=shared)
+        more = "; use --updates all" if records[0].ended == "updates" else ""
+        return not_seen(3, f"{evidence}, too few to show that these shards are trained on{more}")
     return _covering(seen, whole, samples) or _unsharded(records, seen, samples)
 
 
@@ -126,6 +130,32 @@ def _shard_of(record: Record) -> tuple[int, int, str] | None:
     if loader and loader.replicas and loader.rank is not None:
         return loader.replicas, loader.rank, loader.sampler
     return None
+
+
+def _are_trained(records: Records) -> bool:
+    """Return whether the shards are a sampler's; a call may shard the validation set only."""
+    return all(record.loader and record.loader.replicas == len(records) for record in records)
+
+
+def _dataset_size(seen: Sequence[list[str]], single_rank: Record | None) -> float:
+    """Return the number of samples that one rank draws from; infinite if nothing shows it.
+
+    If it has not drawn them all, their number follows from those that a rank has in common with it,
+    of the rank with the fewest (capture and recapture).
+    """
+    if single_rank is None:
+        return math.inf
+    whole = set(first_epoch([single_rank.seen])[0])
+    if single_rank.seen.epoch is not None or single_rank.ended not in (None, "updates"):
+        return len(whole) or math.inf
+    common = min(len(whole.intersection(marks)) / max(1, len(set(marks))) for marks in seen)
+    return len(whole) / common if common else math.inf
+
+
+def _by_chance(seen: Sequence[list[str]], samples: float) -> float:
+    """Return how many of the samples seen several ranks would share if each drew from all."""
+    counts = [len(set(marks)) for marks in seen]
+    return sum(math.prod(pair) for pair in combinations(counts, 2)) / samples
 
 
 def _equal_order(records: Records) -> str:
@@ -148,11 +178,11 @@ def _covering(seen: Sequence[list[str]], whole: list[str], samples: str) -> Step
     """Return the row if the ranks together saw the samples of one rank; None if unknown."""
     if not whole:
         return None
-    dataset, by_ranks = set(whole), [set(marks) for marks in seen]
-    by_chance = math.prod(map(len, by_ranks[:2])) / len(dataset)
-    union = set.union(*by_ranks)
+    dataset, union = set(whole), set[str]().union(*seen)
     covered = len(union & dataset)
-    if covered < COVERED * max(len(dataset), len(union)) or by_chance < EXPECTED:
+    if covered < COVERED * max(len(dataset), len(union)):
+        return None
+    if _by_chance(seen, len(dataset)) < EXPECTED:
         return None
     evidence = f"{by_rank([f'{len(marks):,}' for marks in seen])} samples, "
     evidence += "all" if covered == len(dataset) else f"{covered:,} of the {len(dataset):,}"
@@ -170,8 +200,7 @@ def _unsharded(records: Records, seen: Sequence[list[str]], samples: str) -> Ste
         if whole and len(probes) == 1:
             evidence = f"every rank draws from the same {samples_each:,} samples; {samples}"
             return row(3, False, evidence)
-        counts = [len(set(marks)) for marks in seen]
-        if math.prod(counts[:2]) / samples_each >= EXPECTED:
+        if _by_chance(seen, samples_each) >= EXPECTED:
             return row(3, True, f"different data on each rank; {samples}")
     return not_seen(3, f"no sampler and no shard call; {samples}")
 

@@ -370,6 +370,22 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
         OK,
         "Dataset.shard gives 2 shards",
     ),
+    "shards that may be of the validation set": (
+        3,
+        [each(seen=SeenSamples(["0", "1"], [2], 1)), on(1, seen=SeenSamples(["2", "3"], [2], 1))],
+        NOT_SEEN,
+        "0 of 4 samples seen were on more than one rank, too few to show that these shards are",
+    ),
+    "a sampler that shows few samples": (
+        3,
+        [
+            each(seen=SeenSamples(["0", "1"], [2], 1)),
+            on(1, seen=SeenSamples(["2", "3"], [2], 1)),
+            each(loader=Loader("DistributedSampler", 2, 0, None, 99)),
+        ],
+        OK,
+        "gives 2 shards; 0 of 4",
+    ),
     "nothing to go by": (3, [without(1)], NOT_SEEN, "no sampler and no shard call"),
     "a sampler that pads": (3, [showing("0-1", "0-2", "0-3", "0-4")], OK, "4 of"),
     "duplicates in the data": (3, [showing("0-1")], OK, "1 of 160"),
@@ -438,6 +454,28 @@ def test_duplicates_in_the_data_are_counted_separately(
     )[2]
     assert (row.state, evidence in row.evidence) == (state, True), row
     assert (f"{duplicates} duplicates in the data" in row.evidence) == (duplicates == 8)
+
+
+@pytest.mark.parametrize(
+    ("ended", "epoch", "common", "state"),
+    [
+        ("updates", None, 0, NOT_SEEN),  # in the middle of an epoch of unknown length
+        ("updates", None, 40, OK),  # as without shuffling, with which other ranks would share, too
+        ("updates", None, 4, NOT_SEEN),
+        ("updates", 5, 0, OK),
+        ("its own end", None, 0, OK),
+        (None, None, 0, NOT_SEEN),  # killed
+    ],
+)
+def test_a_call_that_shards_is_judged_by_the_samples_of_an_epoch(
+    ended: str | None, epoch: int | None, common: int, state: str
+) -> None:
+    """A call may be of the validation set, and shuffled data that are not sharded seem disjoint."""
+    marks = [f"{rank}-{row}" for row in range(common) for rank in (0, 1)]
+    seen = SeenSamples([*marks, *map(str, range(80 - 2 * common))], ENDS, epoch)
+    row = judged(single_rank=replace(SINGLE_RANK, seen=seen, ended=ended))[2]
+    assert row.state == state
+    assert row.evidence.endswith("; use --updates all") == (state == NOT_SEEN)
 
 
 def test_a_script_that_ends_before_it_trains() -> None:
