@@ -45,7 +45,7 @@ class MethodResult:
     compression: str
     ranks: int
     available: bool
-    reason: str | None = None
+    reason: str | None = None  # why it has no results, or which run failed
     images_per_second: float | None = None  # over all ranks
     images_per_second_lowest: float | None = None
     images_per_second_highest: float | None = None
@@ -56,7 +56,7 @@ class MethodResult:
     node_hours_per_epoch: float | None = None
     bytes_per_step: int | None = None  # sent by a rank, theoretical
     loss_distance: float | None = None  # from the loss curve of one process
-    target_seconds: float | None = None  # time to --target; None: not reached in every repeat
+    target_seconds: float | None = None  # time to --target; None: not reached by every repeat
     target_speedup: float | None = None  # over one process
     setup_seconds: float | None = None  # until the end of the first update
     largest_batch: int | None = None  # per rank, that fits
@@ -100,14 +100,15 @@ def make_rows(
         target: the metric value to report the time to, if any.
     """
     methods = methods or list(dict.fromkeys(trial.method for trial in trials))
+    requested = max((trial.repeat for trial in trials), default=0)
     curves = read_all_curves(trials, folder) if folder is not None else {}
     largest = {entry.method: entry.batch for entry in (read_largest(folder) if folder else ())}
     rows = {}
     for method in methods:
-        row = _row(method, [trial for trial in trials if trial.method == method])
+        row = _row(method, [trial for trial in trials if trial.method == method], requested)
         repeats = [run for (run_method, _), run in curves.items() if run_method == method]
         seconds = None
-        if target is not None:
+        if target is not None and not row.reason:
             seconds = median_seconds(target, [evaluations(run, target.metric) for run in repeats])
         rows[method] = replace(row, target_seconds=seconds, largest_batch=largest.get(method))
     _compare_with_baseline(rows, {key: loss_curve(run) for key, run in curves.items()})
@@ -137,7 +138,18 @@ def _compare_with_baseline(
         )
 
 
-def _row(method: Method, trials: Sequence[Trial]) -> MethodResult:
+def _failure(trials: Sequence[Trial], requested: int) -> str | None:
+    """Return which run of a method failed, of those ``requested``; None if none did."""
+    complete = {trial.repeat for trial in trials if trial.summary}
+    failures = [trial for trial in trials if trial.failed and trial.repeat not in complete]
+    if not failures:
+        return None
+    last = failures[-1]
+    return f"failed: run {last.repeat} of {requested}: {last.reason}"
+
+
+def _row(method: Method, trials: Sequence[Trial], requested: int) -> MethodResult:
+    """Return the results of a method's ``trials``; ``requested``: number of its repeats."""
     summaries = [trial.summary for trial in trials if trial.summary]
     precision = None if method.precision == AUTO else method.precision
     row = MethodResult(
@@ -164,6 +176,7 @@ def _row(method: Method, trials: Sequence[Trial]) -> MethodResult:
     hours = seconds * (first.hosts or 1) / HOUR if seconds else None
     return replace(
         row,
+        reason=_failure(trials, requested),
         precision=first.precision or precision,
         ranks=first.world_size or method.ranks,
         images_per_second=rate,
@@ -312,10 +325,10 @@ def notes(header: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def unavailable(rows: Sequence[MethodResult]) -> list[str]:
-    """Return a line per unavailable row."""
+    """Return a line per row that is unavailable or has a failed run."""
     lines = []
     for row in rows:
-        if not row.available:
+        if row.reason:
             kind = ", ".join(part for part in (row.framework, row.precision) if part)
             reason = str(row.reason)
             text = reason if reason.startswith("failed") else f"not available: {reason}"

@@ -171,9 +171,29 @@ def test_the_loss_of_each_repeat_counts_after_one_that_failed(tmp_path: Path) ->
     assert (ddp.repeats, ddp.loss_distance) == (2, 2.0)  # the median of 2 - 1 and 4 - 1
 
 
-def test_a_failed_row_is_a_failure(tmp_path: Path) -> None:
-    write(tmp_path, [trial(SINGLE), unavailable_trial(DDP, "exit code 9", failed=True)])
-    assert cli.main(["compare", "--out", str(tmp_path), "--json"]) == 1
+@pytest.mark.parametrize("successful", [[], [2, 3]])
+def test_a_failed_run_is_a_failure(
+    successful: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [trial(SINGLE, repeat) for repeat in (1, 2, 3)]
+    failed = unavailable_trial(DDP, "exit code 9", failed=True)
+    trials = [*runs, failed, *(trial(DDP, repeat) for repeat in successful)]
+    write(tmp_path, trials)
+    for repeat in successful:
+        late = {"kind": "epoch", "step": 2, "epoch": 1, "elapsed": 9.0, "eval_accuracy": 0.9}
+        stem = run_stem(tmp_path, DDP.name, repeat)
+        stem.with_name(stem.name + ".jsonl").write_text(json.dumps(late) + "\n")
+    words = ["compare", "--out", str(tmp_path), "--target", "accuracy=0.9"]
+    assert cli.main(words) == 1
+    reason = "failed: run 1 of 3: exit code 9" if successful else "failed: exit code 9"
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"ddp (pytorch{', fp32' * bool(successful)}): {reason}" in text
+    assert cli.main([*words, "--json"]) == 1
+    ddp = json.loads(capsys.readouterr().out)["rows"][1]
+    assert (ddp["available"], ddp["repeats"]) == (bool(successful), len(successful))
+    assert (ddp["reason"], ddp["target_seconds"]) == (reason, None)
+    again = make_rows([*trials, trial(DDP)], folder=tmp_path)[1]  # the failed run, repeated
+    assert (again.reason, again.repeats) == (None, len(successful) + 1)
 
 
 def test_a_comparison_without_results(tmp_path: Path) -> None:
