@@ -34,12 +34,21 @@ def entries(text: str) -> tuple[str, ...]:
 
 
 def value_of(words: Sequence[str], option: str) -> str | None:
-    """Return the value of ``option``, spelled with dashes or underscores; None if not set."""
+    """Return the value of ``option``, spelled with dashes or underscores; None if not set.
+
+    The last one counts, as in the trainers.
+    """
+    return next(reversed(_values(words, option)), None)
+
+
+def _values(words: Sequence[str], option: str) -> list[str]:
+    """Return the values of ``option``, which may be repeated."""
+    values = []
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == option:
-            return value if equals else next(iter(words[index + 1 : index + 2]), "")
-    return None
+            values.append(value if equals else next(iter(words[index + 1 : index + 2]), ""))
+    return values
 
 
 def without_option(words: Sequence[str], option: str) -> list[str]:
@@ -82,13 +91,13 @@ def _by_option(words: Sequence[str]) -> dict[str, str]:
 
 
 def config_options(words: Sequence[str]) -> dict[str, str]:
-    """Return the options in the --config file, as the trainers read it, by ``--name``.
+    """Return the options in the --config files, as the trainers read them, by ``--name``.
 
     Empty if there is no file, or --config has another meaning in the program.
     """
-    path = value_of(words, "--config")
+    paths = [Path(path) for path in _values(words, "--config") if path]
     try:
-        settings = read_settings(Path(path), "") if path else []
+        settings = [setting for path in paths for setting in read_settings(path, "")]
     except UsageError:  # reported by the program itself
         return {}
     return {

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from hvdtrain.commands.launch.hosts import Allocation, Host
 from hvdtrain.commands.launch.prepare import Request
 from hvdtrain.commands.study import engine
-from hvdtrain.commands.study.command_options import check_measurable, value_of, without_option
+from hvdtrain.commands.study.command_options import (
+    check_measurable,
+    effective_value,
+    value_of,
+    without_option,
+)
 from hvdtrain.commands.study.engine import (
     HostShare,
     Plan,
@@ -254,6 +259,16 @@ def test_jobs_with_unequal_parts_of_a_host_are_on_the_same_machine(
         shares.append(find_share(StudyOptions(ppn=2), (ranks,)))
     assert [share.cores for share in shares] == [1, 2]
     assert shares[0].machine == shares[1].machine
+
+
+def test_the_last_of_several_values_counts(tmp_path: Path) -> None:
+    words = ["p", "--batch-size", "8", "--lr=1", "--batch_size=16"]
+    assert value_of(words, "--batch-size") == "16"
+    assert without_option(words, "--batch-size") == ["p", "--lr=1"]
+    for name, text in (("a", "lr: 1\nseed: 3\n"), ("b", "lr: 2\n")):
+        (tmp_path / name).write_text(text)
+    words = ["p", *(f"--config={tmp_path / name}" for name in "ab")]
+    assert [effective_value(words, option) for option in ("--lr", "--seed")] == ["2", "3"]
 
 
 @given(OPTIONS)
