@@ -14,8 +14,6 @@ from pathlib import Path
 from hvdtrain.adapters.select import check_version
 from hvdtrain.commands.study.command_options import (
     REFUSED,
-    batch_sizes,
-    default_batch,
     effective_value,
     entries,
     value_of,
@@ -216,28 +214,6 @@ def unavailable_reason(method: Method) -> str:
     except UsageError as error:
         return str(error)
     return ""
-
-
-def global_batch(words: Sequence[str], ranks: int) -> int:
-    """Return the samples per update of every method: those of the command on ``ranks`` ranks.
-
-    Raises:
-        UsageError: the command has neither a batch size nor a known default, or an invalid option.
-    """
-    per_rank, total = batch_sizes(words)
-    passes = effective_value(words, "--accumulate-steps") or "1"
-    size = total or per_rank or str(default_batch(words) or "")
-    if not size:
-        raise UsageError(
-            "missing batch size in the command, e.g. `-- python train.py --batch-size 32`: every "
-            "method gets the same global batch"
-        )
-    for text in (size, passes):
-        if not text.isdecimal() or int(text) < 1:
-            raise UsageError(
-                f"batch size or --accumulate-steps {text}: must be a whole number of at least 1"
-            )
-    return int(size) if total else int(size) * ranks * int(passes)
 
 
 def method_words(words: Sequence[str], method: Method, batch: int) -> list[str]:

@@ -20,13 +20,17 @@ from hvdtrain.commands.compare.methods import (
     CompareOptions,
     Method,
     choose,
-    global_batch,
     method_words,
     title,
     unavailable_reason,
 )
 from hvdtrain.commands.study import engine, records
-from hvdtrain.commands.study.command_options import check_measurable, value_of, without_option
+from hvdtrain.commands.study.command_options import (
+    check_measurable,
+    global_batch,
+    value_of,
+    without_option,
+)
 from hvdtrain.commands.study.engine import (
     HostShare,
     Plan,

@@ -12,7 +12,6 @@ import argparse
 import logging
 import math
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from hvdtrain.commands.study.command_options import (
     batch_sizes,
     check_measurable,
     entries,
+    global_batch,
     without_option,
 )
 from hvdtrain.commands.study.engine import (
@@ -162,7 +162,7 @@ def sweep_words(
 ) -> tuple[str, ...]:
     """Return the command of each rank, with the batch size option of the scaling.
 
-    In strong scaling ``--batch-size`` is the batch per rank at the smallest size.
+    In strong scaling ``--batch-size`` is the batch per rank and pass at the smallest size.
 
     Raises:
         UsageError: the command cannot be measured, or there are no sizes.
@@ -183,10 +183,8 @@ def sweep_words(
         raise UsageError("--ranks is required, e.g. --ranks 1,2,4")
     if not options.strong or per_rank is None or total is not None:
         return tuple(words)
-    if not re.fullmatch(r"[1-9]\d*", per_rank):
-        raise UsageError(f"--batch-size {per_rank}: must be a whole number of at least 1")
     kept = without_option(words, "--batch-size")
-    return (*kept, "--global-batch-size", str(int(per_rank) * options.ranks[0]))
+    return (*kept, "--global-batch-size", str(global_batch(words, options.ranks[0])))
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,28 @@ def default_batch(words: Sequence[str]) -> int | None:
     return int(workload.recipe(options).batch_size)
 
 
+def global_batch(words: Sequence[str], ranks: int) -> int:
+    """Return the samples per update of the command on ``ranks`` ranks.
+
+    Raises:
+        UsageError: the command has neither a batch size nor a known default, or an invalid option.
+    """
+    per_rank, total = batch_sizes(words)
+    passes = effective_value(words, "--accumulate-steps") or "1"
+    size = total or per_rank or str(default_batch(words) or "")
+    if not size:
+        raise UsageError(
+            "missing batch size in the command, e.g. `-- python train.py --batch-size 32`: every "
+            "run gets the same global batch"
+        )
+    for text in (size, passes):
+        if not text.isdecimal() or int(text) < 1:
+            raise UsageError(
+                f"batch size or --accumulate-steps {text}: must be a whole number of at least 1"
+            )
+    return int(size) if total else int(size) * ranks * int(passes)
+
+
 def check_measurable(words: Sequence[str], environ: Mapping[str, str]) -> None:
     """Reject a command whose runs would not be independent, undisturbed measurements.
 

@@ -12,11 +12,11 @@ from hvdtrain.commands.compare.methods import (
     Method,
     choose,
     entries,
-    global_batch,
     method_words,
     sent_bytes,
     unavailable_reason,
 )
+from hvdtrain.commands.study.command_options import default_batch, global_batch
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import GradientMessages, Summary
@@ -111,10 +111,10 @@ def test_every_row_has_the_global_batch_of_three_ranks(words: tuple[str, ...], b
 
 
 def test_the_default_batch_of_each_program() -> None:
-    assert methods.default_batch(["python", "-m", "hvdtrain.resnet"]) == 32
-    assert methods.default_batch(["python", "-m", "hvdtrain.train", "own.py"]) == 32
+    assert default_batch(["python", "-m", "hvdtrain.resnet"]) == 32
+    assert default_batch(["python", "-m", "hvdtrain.train", "own.py"]) == 32
     for words in (["python", "train.py"], ["python", "-m", "my.thing"], ["python", "-m"]):
-        assert methods.default_batch(words) is None
+        assert default_batch(words) is None
     with pytest.raises(UsageError, match=r"missing batch size .* --batch-size 32"):
         global_batch(["python", "train.py"], 2)
     with pytest.raises(UsageError, match="--batchsize: no such option; did you mean --batch-size"):

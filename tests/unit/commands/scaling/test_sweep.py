@@ -44,6 +44,10 @@ def test_invalid_ranks_are_rejected() -> None:
     [
         (["--batch-size", "32"], ["--global-batch-size", "32"]),
         (["--batch_size=32", "--lr", "1"], ["--lr", "1", "--global-batch-size", "32"]),
+        (
+            ["--accumulate-steps=4", "--batch-size", "8"],
+            ["--accumulate-steps=4", "--global-batch-size", "32"],
+        ),
         (["--global-batch-size", "96"], ["--global-batch-size", "96"]),
     ],
 )
@@ -62,7 +66,7 @@ def test_strong_scaling_keeps_the_global_batch(options: list[str], expected: lis
     [
         (["p"], STRONG, "--global-batch-size 256"),
         (["p", "--global-batch-size", "8"], OPTIONS, "needs --strong"),
-        (["p", "--batch-size", "x"], STRONG, "--batch-size x: must be a whole number"),
+        (["p", "--batch-size", "x"], STRONG, "batch size .* x: must be a whole number"),
         (["p"], ScalingOptions(), "--ranks is required"),
         ([], OPTIONS, "missing command"),
     ],
