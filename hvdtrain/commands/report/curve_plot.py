@@ -47,7 +47,7 @@ def figures(
     Args:
         runs: the curves of each run.
         unit: unit of the samples, in the plural.
-        methods: labels of the runs of a comparison, by path.
+        methods: labels of the runs of a comparison or of a batch-size study, by path.
     """
     panels = [
         ("Loss", "loss", [("steps", LOSS, "training"), ("epochs", "eval_loss", "test")]),
@@ -84,7 +84,7 @@ def names(paths: Sequence[Path], methods: Mapping[Path, str] | None = None) -> l
     """Return labels of runs: the file name, or the path if file names are not unique.
 
     A single run needs no label. A run of a scaling study is labelled by its ranks, a run of a
-    comparison by its method.
+    comparison by its method, of a batch-size study by its setting.
     """
     if len(paths) < 2:
         return [""] * len(paths)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.compare.trials import Trial, read_trials
+from hvdtrain.commands.scaling.batches import BatchRun
+from hvdtrain.commands.scaling.batches import read_runs as read_batches
 from hvdtrain.commands.scaling.results import Study, make_study
 from hvdtrain.commands.scaling.runs import (
     LINES,
@@ -79,6 +81,7 @@ class DirectoryResults:
     pictures: list[Path] = field(default_factory=list)
     study: Study | None = None
     comparison: list[Trial] = field(default_factory=list)
+    batches: list[BatchRun] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # unreadable files, with the reasons
 
     def counts(self) -> dict[str, int]:
@@ -124,7 +127,11 @@ def look(folder: Path) -> DirectoryResults:
             _outside_timeline(summary.timeline, relative, contents)
         except UNREADABLE as error:
             contents.notes.append(f"{relative}: its timeline: {_reason(error)}")
-    readers: dict[str, Callable[[Path], Any]] = {"study": _study, "comparison": read_trials}
+    readers: dict[str, Callable[[Path], Any]] = {
+        "study": _study,
+        "comparison": read_trials,
+        "batches": read_batches,
+    }
     for kind, read in readers.items():
         try:
             setattr(contents, kind, read(folder))

@@ -16,7 +16,7 @@ from hvdtrain.commands.scaling import plot, report
 from hvdtrain.commands.scaling.results import Study, title
 from hvdtrain.commands.scaling.runs import SPLIT
 from hvdtrain.commands.study.curves import TrainingCurves
-from hvdtrain.commands.study.engine import CURVES, file_path, run_stem
+from hvdtrain.commands.study.engine import CURVES, SUMMARY, file_path, run_stem
 from hvdtrain.commands.timeline import report as timeline_report
 from hvdtrain.commands.timeline.facts import TimelineFacts
 from hvdtrain.steps.summary import Summary, unit_of
@@ -76,11 +76,17 @@ def _title(contents: DirectoryResults) -> str:
 
 
 def _methods(contents: DirectoryResults) -> dict[Path, str]:
-    """Return the labels of a comparison's runs, by the paths of their curves."""
+    """Return the labels of the runs of a comparison or of a batch-size study, by their paths."""
     labels = compare_plot.names([trial.method for trial in contents.comparison])
-    return {
-        file_path(run_stem(Path(), trial.method.name, trial.repeat), CURVES): label
+    named = [
+        (trial.method.name, trial.repeat, label)
         for trial, label in zip(contents.comparison, labels, strict=True)
+    ]
+    named += [(run.setting.name, run.repeat, run.setting.title) for run in contents.batches]
+    return {
+        file_path(run_stem(Path(), name, repeat), suffix): label
+        for name, repeat, label in named
+        for suffix in (CURVES, SUMMARY)
     }
 
 
@@ -88,13 +94,13 @@ def _runs(contents: DirectoryResults) -> list[dict[str, object]]:
     """Return the sections of runs: from their summaries, or from their curves without these."""
     summaries, all_curves = contents.summaries, contents.curves
     if not summaries and not contents.study and len(all_curves) <= FEW:
-        labels = curve_plot.names([curves.path for curves in all_curves])
+        labels = curve_plot.names([curves.path for curves in all_curves], _methods(contents))
         return [
             {"name": label, "tiles": [_evaluation(None, curves)], "tables": []}
             for label, curves in zip(labels, all_curves, strict=True)
         ]
     single = all_curves[0] if len(all_curves) == len(summaries) == 1 else None
-    labels = curve_plot.names(list(summaries))
+    labels = curve_plot.names(list(summaries), _methods(contents))
     runs = zip(labels, summaries.values(), strict=True)
     return [_run(label, summary, single) for label, summary in runs]
 

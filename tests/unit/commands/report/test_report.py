@@ -16,9 +16,13 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
+from hvdtrain.commands.scaling.batches import LINES as BATCHES
+from hvdtrain.commands.scaling.batches import BatchRun, BatchSetting
 from hvdtrain.commands.scaling.runs import append_line
+from hvdtrain.commands.study.records import append, encode
+from hvdtrain.steps.summary import Summary
 from tests.html import Page
-from tests.studies import TUTORIAL, run, summary
+from tests.studies import TUTORIAL, WORDS, run, summary
 from tests.timelines import straggling
 
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
@@ -168,6 +172,19 @@ def test_a_timeline_outside_the_folder_is_included(tmp_path: Path) -> None:
 def test_a_table_is_a_study(tmp_path: Path) -> None:
     (tmp_path / "results.csv").write_text(TUTORIAL)
     assert "59.6 %" in render(look(tmp_path))
+
+
+def test_the_runs_of_a_batch_size_study_are_named_by_their_batch(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for batch in (16, 64):
+        setting = BatchSetting("", batch)
+        content = summary(1, steps_completed=7)
+        study_run = BatchRun(setting, 1, 1, 16, WORDS, summary=Summary.from_json(content))
+        append(tmp_path / BATCHES, encode(study_run), lambda content: content)
+        (tmp_path / "runs" / f"{batch}-1.json").write_text(json.dumps(content))
+    page = render(look(tmp_path))
+    assert "global batch 16" in page and "global batch 64" in page
+    assert "16 ranks" not in page
 
 
 def test_many_runs_are_a_table(tmp_path: Path) -> None:
