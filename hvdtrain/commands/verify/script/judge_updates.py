@@ -177,6 +177,8 @@ def mean_gradient(records: Records, single_rank: Record | None) -> StepRow:
     largest = 0.0
     for step, updates in enumerate(steps, 1):
         applied = np.array([update.applied for update in updates])
+        if not np.isfinite(applied).all(axis=1).any():
+            return not_seen(5, f"the gradients of update {step} are not finite on any rank")
         scale = max(_norm(applied[0]), 1e-30)
         to_root = [_norm(values - applied[0]) / scale for values in applied]
         different = [rank for rank, value in enumerate(to_root) if not value <= BETWEEN]

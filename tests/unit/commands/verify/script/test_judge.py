@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -335,6 +336,12 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
     "a batch of small losses": (5, [updates(loss=1.2)], OK, "to the mean"),
     "half the loss, of other weights": (5, [updates(loss=1.0, before=OTHER)], OK, "to the mean"),
     "a loss that was not seen": (5, [updates(1, loss=None), updates(0, loss=1.0)], OK, "to the m"),
+    "gradients that are not finite": (
+        5,
+        [updates(since=2, applied=[1.0, math.nan, 0.0, 0.0])],
+        NOT_SEEN,
+        "the gradients of update 3 are not finite on any rank",
+    ),
     "uneven parts": (5, [updates(applied=UNEVEN)], OK, "0.6, 0.4 times the local"),
     "Adasum, the rate": (4, ADASUM, NOT_SEEN, "Adasum"),
     "Adasum, the gradients": (5, ADASUM, NOT_SEEN, "Adasum"),
