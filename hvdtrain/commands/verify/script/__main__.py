@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    recorder = ScriptRecorder(options.folder, options.updates)
+    recorder = ScriptRecorder(options.folder, options.updates, Path(options.script))
     set_defaults(STALLED)
     watch(recorder, fresh=options.fresh)
     sys.argv = [options.script, *options.arguments]

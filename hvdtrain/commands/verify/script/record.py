@@ -152,13 +152,18 @@ class ScriptRecorder:
     The script is ended after ``updates`` updates; None: not at all.
     """
 
-    def __init__(self, folder: Path, updates: int | None) -> None:
+    def __init__(self, folder: Path, updates: int | None, script: Path = Path("script")) -> None:
         launch = detect(os.environ)
         self.path = folder / f"{launch.rank}.json"
         self.process = os.getpid()
         self._writing = threading.RLock()  # re-entrant: writing calls `wrote`
         # Not in `wrote`, which may be called from within tempfile, while it holds a lock.
         self.scratch = tempfile.gettempdir() + os.sep
+        # A project below it may have a name like those of temporary files.
+        below = [
+            f for f in (Path.cwd(), script.resolve().parent) if Path(self.scratch) in f.parents
+        ]
+        self.project = tuple(f"{folder}{os.sep}" for folder in below)
         self.limit = updates
         self.batch = 0  # samples since the last update
         self.local: list[Array] | None = None  # gradients of this rank for the next update
@@ -242,7 +247,8 @@ class ScriptRecorder:
             return False
         if Path(path).is_dir():  # O_TMPFILE opens the folder of an unnamed file
             return False
-        return not (path.startswith(self.scratch) and path[len(self.scratch) :].startswith(SCRATCH))
+        within = path.startswith(self.scratch) and path[len(self.scratch) :].startswith(SCRATCH)
+        return not within or path.startswith(self.project)
 
     def samples(self, values: Array) -> None:
         """Record samples, along the first axis, that the model is trained on."""

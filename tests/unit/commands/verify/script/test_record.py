@@ -159,6 +159,21 @@ def test_only_files_of_the_script_are_recorded(recorder: ScriptRecorder, tmp_pat
     assert len(recorder.record.written) == 2
 
 
+def test_a_project_below_the_folder_for_temporary_files_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    projects = [tmp_path / name for name in ("torch-mnist", "tmp-runs")]
+    for project in projects:
+        project.mkdir()
+    monkeypatch.chdir(projects[1])
+    recorder = ScriptRecorder(tmp_path / "record", 1, projects[0] / "train.py")
+    monkeypatch.setattr(recorder, "write", lambda: None)
+    for folder in (*projects, tmp_path / "tmpabc"):
+        recorder.wrote(folder / "model.pt")
+    assert recorder.record.written == [str(project / "model.pt") for project in projects]
+
+
 def test_writes_are_seen_for_all_ways_to_open(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("x")
     with watch_writes() as paths:
