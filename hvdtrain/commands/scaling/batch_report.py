@@ -43,6 +43,7 @@ class BatchResult:
     batch: int  # global
     updates: int | None  # of a run
     values: tuple[float, ...]  # of the metric at the end of each run that has one
+    seeds: tuple[int, ...]  # of these runs
     reached: int  # number of runs that have reached the target at their end
     runs: int
     epochs: float | None  # median of all runs until the target; None: half did not reach it
@@ -59,19 +60,19 @@ class BatchResult:
         return 2 * self.reached > self.runs
 
 
-Curves = dict[BatchSetting, list[list[Evaluation]]]  # of each run
+Curves = dict[BatchSetting, dict[int, list[Evaluation]]]  # of each run, by its seed
 
 
 def read_evaluations(runs: Sequence[BatchRun], folder: Path, metric: str) -> Curves:
     """Return the evaluations of each run that has not failed, by setting."""
-    curves: Curves = {run.setting: [] for run in runs}
+    curves: Curves = {run.setting: {} for run in runs}
     for run in runs:
         if run.summary is None:
             continue
         path = file_path(run_stem(folder, run.setting.name, run.repeat), CURVES)
         with contextlib.suppress(OSError, ValueError):
             if read := read_curves(path):
-                curves[run.setting].append(evaluations(read, metric))
+                curves[run.setting][run.repeat] = evaluations(read, metric)
     return curves
 
 
@@ -84,10 +85,10 @@ def make_results(
         latest = {run.repeat: run for run in runs if run.setting == setting}
         if not latest:
             continue
-        ended = [curve for curve in curves.get(setting, ()) if curve]
+        ended = {seed: curve for seed, curve in curves.get(setting, {}).items() if curve}
         first = [
             next((point.epochs for point in curve if target.is_reached(point.value)), math.inf)
-            for curve in ended
+            for curve in ended.values()
         ]
         first += [math.inf] * (len(latest) - len(first))  # failed, or never evaluated
         epochs = statistics.median(first)
@@ -98,8 +99,9 @@ def make_results(
                 updates=next(
                     (run.summary.steps_completed for run in latest.values() if run.summary), None
                 ),
-                values=tuple(curve[-1].value for curve in ended),
-                reached=sum(target.is_reached(curve[-1].value) for curve in ended),
+                values=tuple(curve[-1].value for curve in ended.values()),
+                seeds=tuple(ended),
+                reached=sum(target.is_reached(curve[-1].value) for curve in ended.values()),
                 runs=len(latest),
                 epochs=epochs if math.isfinite(epochs) else None,
                 reason=next((run.reason for run in latest.values() if run.reason), ""),
@@ -199,8 +201,8 @@ def _csv(results: Sequence[BatchResult]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["optimizer", "batch", "updates", "run", "value"])
     for result in results:
-        for number, value in enumerate(result.values, 1):
-            writer.writerow([result.optimizer, result.batch, result.updates, number, value])
+        for seed, value in zip(result.seeds, result.values, strict=True):
+            writer.writerow([result.optimizer, result.batch, result.updates, seed, value])
     return text.getvalue()
 
 
@@ -213,7 +215,7 @@ def draw(
         (printable(result.optimizer or f"batch {most}"), runs[0])
         for result in results
         if result.batch == most
-        and (runs := [run for run in curves[BatchSetting(result.optimizer, most)] if run])
+        and (runs := [run for run in curves[BatchSetting(result.optimizer, most)].values() if run])
     ]
     panels = {
         "batches": partial(_draw_batches, results=results, target=target),

@@ -163,6 +163,15 @@ def test_runs_that_miss_the_target_count_in_the_median_of_the_epochs(tmp_path: P
     assert row["epochs"] == 3  # not 2, as of the runs that reach it
 
 
+def test_the_seeds_after_one_that_failed_keep_their_numbers(tmp_path: Path) -> None:
+    setting = BatchSetting("sgd", 16)
+    study = make_study(options(tmp_path, optimizers=("sgd",)), WORDS)
+    study.record(study.variant(setting), 1, RunOutcome(reason="the loss is nan", failed=True))
+    finish(tmp_path, setting, 2, [0.95])
+    batch_report.report(tmp_path, TARGET)
+    assert (tmp_path / "batches.csv").read_text().splitlines()[1:] == ["sgd,16,10,2,0.95"]
+
+
 def test_a_study_of_another_kind_is_not_continued(tmp_path: Path) -> None:
     finish(tmp_path, BatchSetting("sgd", 16), 1, [0.95])
     with pytest.raises(UsageError, match="--epochs was 2, now 3"):
