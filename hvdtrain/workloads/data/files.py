@@ -252,7 +252,7 @@ def images_below(
     directories that contain ``folder``.
 
     Raises:
-        UsageError: a directory cannot be read.
+        UsageError: a directory cannot be read, or what a link leads to not be looked up.
     """
     check_input(Path(folder), str(folder))
     status = Path(folder).stat()
@@ -261,7 +261,12 @@ def images_below(
     above |= {(status.st_dev, status.st_ino)}
     with os.scandir(folder) as entries:
         for entry in entries:
-            if (path := Path(entry.path)).suffix.lower() in ENDINGS:
-                yield path, entry.is_file()
-            if entry.is_dir():
+            path = Path(entry.path)
+            try:
+                is_file, is_folder = entry.is_file(), entry.is_dir()
+            except OSError as error:  # a link to itself, or below a directory of others
+                raise UsageError(f"{path}: {error.strerror}") from error
+            if path.suffix.lower() in ENDINGS:
+                yield path, is_file
+            if is_folder:
                 yield from images_below(path, above)

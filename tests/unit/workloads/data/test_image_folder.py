@@ -109,6 +109,9 @@ def test_endings_in_any_case_and_folders_below(tmp_path: Path) -> None:
     names = sorted(Path(name).name for name in folder.files.names)
     assert names == ["a.JPG", "b.jpeg", "c.png", "d.jpg", "e.Jpeg", "f.jpg", "f.jpg"]
     assert folder.classes == ["ant", "elsewhere"]
+    (tmp_path / "ant" / "itself").symlink_to("itself")
+    with pytest.raises(UsageError, match="/ant/itself: Too many levels of symbolic links"):
+        scan(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link to a pipe", "link to nothing"])
