@@ -196,8 +196,10 @@ def rgb(image: Image) -> Image:
 
 def broken_image(name: object, reason: object) -> UsageError:
     """Return the error for an image that cannot be decoded."""
+    # With --skip-broken it has become so since the start, so the next start skips it.
     return UsageError(
-        f"{name} cannot be decoded ({reason}): repair or remove it, or use --skip-broken"
+        f"{name} cannot be decoded ({reason}): repair or remove it, or start again with "
+        "--skip-broken"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.collectives import base
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
@@ -63,6 +64,8 @@ def each(library: str, folder: str) -> None:
     ranks.synchronize()
     assert LIBRARIES[library][1] == set(ranks.operations(4))
     assert ranks.broadcast_bytes(b"of rank 0" if rank == 0 else b"else") == b"of rank 0"
+    base.CHUNK = 2 * size  # bytes of a message, two of each rank
+    assert ranks.gather_large(pieces[rank]) == pieces
 
     def fail() -> None:
         if rank == size - 1:
