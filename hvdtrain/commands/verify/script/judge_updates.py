@@ -239,10 +239,9 @@ def _composition(records: Records, single_rank: Record | None, evidence: str) ->
             continue
         if not reduced:
             return row(5, False, f"{evidence}; but Horovod reduced nothing")
-        if records[0].hvdtrain:
+        part, divided = _part(np.array(local), single_rank), _is_divided(updates, single_rank)
+        if records[0].hvdtrain:  # it weights the gradients
             part, divided = 0.0, False
-        else:
-            part, divided = _part(np.array(local), single_rank), _is_divided(updates, single_rank)
         applied = np.array(updates[0].applied)
         return _combination(applied, np.array(local), evidence, part=part, divided=divided)
     if reduced:  # perhaps to their sum, or to the mean over some of the ranks
