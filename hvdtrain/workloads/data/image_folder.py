@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, ClassVar
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 # Random images, for measuring speed: the number of ImageNet's, from a pool that fits into memory.
 SYNTHETIC_SAMPLES, SYNTHETIC_CLASSES, SYNTHETIC_POOL = 1_281_167, 1000, 32
+AT_ONCE = 64  # number of images that a worker decodes in one task of ``broken_files``
 AUTO, PILLOW, DALI = DECODERS = ("auto", "pillow", "dali")
 
 
@@ -163,7 +164,7 @@ Decode = Callable[[IO[bytes]], None]
 """Decodes an image as the training will; raises an exception if that fails."""
 
 
-def decode(file: IO[bytes]) -> None:
+def by_pillow(file: IO[bytes]) -> None:
     """Decode an image by Pillow."""
     from PIL import Image
 
@@ -171,7 +172,7 @@ def decode(file: IO[bytes]) -> None:
         image.load()
 
 
-def decoding_error(files: Files, index: int, decode: Decode = decode) -> str | None:
+def decoding_error(files: Files, index: int, decode: Decode = by_pillow) -> str | None:
     """Return the reason for which the image cannot be decoded; None if it can."""
     try:
         if not files.is_regular(index):  # opening a pipe would block forever
@@ -242,25 +243,29 @@ def _begin(files: Files, decode: Decode) -> None:
     _checked[:] = [(files, decode)]
 
 
-def _decoding_error(index: int) -> str | None:
+def _decoding_errors(span: range) -> list[str | None]:
     files, decode = _checked[0]
-    return decoding_error(files, index, decode)
+    return [decoding_error(files, index, decode) for index in span]
 
 
-def broken_files(files: Files, workers: int, decode: Decode = decode) -> list[int]:
-    """Decode every image, in worker processes, and return the indices of those that fail.
+def broken_files(files: Files, workers: int, decode: Decode = by_pillow) -> list[int]:
+    """Decode every image and return the indices of those that fail.
 
-    Each rank does so at each start.
+    Each rank does so at each start: by Pillow in worker processes, by another library in threads,
+    as each process would take seconds to import it, and write its banners.
 
     Raises:
         UsageError: all images fail.
     """
-    context = worker_context()
-    with (
-        worker_errors(),
-        ProcessPoolExecutor(max(1, workers), context, _begin, (files, decode)) as pool,
-    ):
-        reasons = list(pool.map(_decoding_error, range(len(files)), chunksize=64))
+    number, begin = max(1, workers), (files, decode)
+    pool: Executor
+    if decode is by_pillow:
+        pool = ProcessPoolExecutor(number, worker_context(), _begin, begin)
+    else:
+        pool = ThreadPoolExecutor(number, "decode", _begin, begin)
+    spans = [range(at, min(at + AT_ONCE, len(files))) for at in range(0, len(files), AT_ONCE)]
+    with worker_errors(), pool:
+        reasons = [reason for part in pool.map(_decoding_errors, spans) for reason in part]
     broken = [index for index, reason in enumerate(reasons) if reason]
     for index in broken:
         log.info("skipped %s: %s", files.name(index), reasons[index])
@@ -270,7 +275,7 @@ def broken_files(files: Files, workers: int, decode: Decode = decode) -> list[in
 
 
 def without_broken(
-    images: ImageFolder, workers: int, decode: Decode = decode
+    images: ImageFolder, workers: int, decode: Decode = by_pillow
 ) -> tuple[ImageFolder, list[str]]:
     """Return the images that can be decoded, and the names of the others.
 

@@ -119,12 +119,11 @@ def _message(error: tf.errors.OpError) -> str:
     return re.sub(r"\{\{.*?\}\}|\[Op:.*", "", str(error.message)).strip(" .")
 
 
-def decode(file: IO[bytes]) -> None:
-    """Decode an image by TensorFlow, in a process that does nothing else: it uses no GPU.
+def by_tensorflow(file: IO[bytes]) -> None:
+    """Decode an image by TensorFlow.
 
-    TensorFlow refuses some that Pillow reads, such as a PNG that lacks its last bytes.
+    It refuses some that Pillow reads, such as a PNG that lacks its last bytes.
     """
-    tf.config.set_visible_devices([], "GPU")
     try:
         tf.io.decode_image(file.read(), channels=3, expand_animations=False)
     except tf.errors.OpError as error:

@@ -102,8 +102,10 @@ def _load(data: Path, options: ImageOptions) -> tuple[ImageFolder, ImageFolder |
     train, test = image_folder.load(data, skip_broken=options.skip_broken)
     left_out: list[str] = []
     if options.skip_broken:
-        module = "tf_images" if options.framework == "tensorflow" else "image_folder"
-        decode = importlib.import_module(f"hvdtrain.workloads.data.{module}").decode
+        decode = image_folder.by_pillow
+        if options.framework == "tensorflow":
+            loader = importlib.import_module(f"hvdtrain.workloads.data.{LOADERS['tensorflow']}")
+            decode = loader.by_tensorflow
         workers = options.workers or 1
         train, left_out = image_folder.without_broken(train, workers, decode)
         if test is not None:
