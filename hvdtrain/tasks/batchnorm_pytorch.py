@@ -14,7 +14,7 @@ from typing_extensions import override
 
 class _OfAnyBatch(_BatchNorm):
     @override
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # (as in torch)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.training and input.numel() == input.shape[1]:
             return torch.batch_norm(
                 input, self.weight, self.bias, None, None, True, 0.0, self.eps, False

@@ -105,7 +105,7 @@ class TorchTask(Task):
             accuracy with the default ``losses``, otherwise none.
         columns: columns of the file of ``--predict``; default: class and probability.
         channels_last: whether images and convolutions have this memory format, which is faster for
-            images of several channels, but in which a network cannot call ``x.view``.
+            images of several channels; the network must use ``reshape`` instead of ``view``.
     """
 
     def __init__(
