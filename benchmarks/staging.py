@@ -1,15 +1,16 @@
 """What ranks read from a shared file system, and seconds to the first step, with --stage-env.
 
 python -m benchmarks.staging [--environment PREFIX] [--ranks 2 8 16] [--repeats 3]
-                             [--milliseconds 2] [--local DIR]
+                             [--milliseconds 2] [--one-server] [--local DIR]
 
 Two hosts, which are network namespaces, start a training of MNIST from the shared environment and
 from copies of it, in turn, in the reverse order each second time. Each host sees the environment,
 its interpreter and the archive by way of scripts/slow_files.c, which counts what is opened and
-read, also by mpirun and launch, and delays each open; it has nothing in memory at the start. The
-archive is packed before. Seconds are from the start of ``hvdtrain launch``, staging included, to
-the first line of --metrics. --local is where the hosts have their own disks. hvdtrain itself is
-that of this checkout and is not counted. Needs root: apt-get install fuse3 libfuse3-dev pkg-config.
+read, also by mpirun and launch, and delays each open; it has nothing in memory at the start. With
+--one-server, opens wait for each other, as at one metadata server. The archive is packed before.
+Seconds are from the start of ``hvdtrain launch``, staging included, to the first line of --metrics.
+--local is where the hosts have their own disks. hvdtrain itself is that of this checkout and is not
+counted. Needs root: apt-get install fuse3 libfuse3-dev pkg-config.
 """
 
 from __future__ import annotations
@@ -86,12 +87,12 @@ class SlowHosts(TwoHosts):
         self.set_up(" && ".join(lines))
 
     @contextlib.contextmanager
-    def mounted(self, milliseconds: float) -> Iterator[None]:
-        """Mount what the hosts share; nothing of it is in memory."""
+    def mounted(self, delay: Sequence[str]) -> Iterator[None]:
+        """Mount what the hosts share, with the delay of an open; nothing of it is in memory."""
         daemons = []
         try:
             for mount in self.shared.values():
-                words = [str(self._program), "/", str(mount), str(milliseconds)]
+                words = [str(self._program), "/", str(mount), *delay]
                 daemons.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
             for mount in self.shared.values():
                 until((mount / ".counters").exists)
@@ -109,7 +110,7 @@ class SlowHosts(TwoHosts):
 
 
 def measure(
-    two: SlowHosts, prefix: Path, ranks: int, options: Sequence[str], milliseconds: float
+    two: SlowHosts, prefix: Path, ranks: int, options: Sequence[str], delay: Sequence[str]
 ) -> Figures:
     """Run a training up to its first step."""
     metrics, python = two.folder / "metrics.jsonl", str(prefix / "bin" / "python")
@@ -121,7 +122,7 @@ def measure(
     path = f"{two.folder}/bin:{prefix}/bin:/usr/bin:/bin:/usr/sbin:/sbin"
     variables = {**two.variables, "PATH": path, "TMPDIR": str(two.disk), "OMP_NUM_THREADS": "1"}
     variables["HVDTRAIN_CACHE"] = str(two.folder / "cache")
-    with two.mounted(milliseconds):
+    with two.mounted(delay):
         with tempfile.TemporaryFile("w+") as output:
             began = time.monotonic()
             run = subprocess.Popen(
@@ -159,9 +160,10 @@ def _has_step(metrics: Path) -> bool:
 def compare(two: SlowHosts, prefix: Path, ranks: int, options: argparse.Namespace) -> None:
     """Measure both ways in turn, and print medians."""
     figures: dict[str, list[Figures]] = {way: [] for way in WAYS}
+    delay = [str(options.milliseconds), *([str(two.folder)] if options.one_server else [])]
     for number in range(options.repeats):
         for way in WAYS if number % 2 == 0 else reversed(WAYS):
-            figures[way].append(measure(two, prefix, ranks, WAYS[way], options.milliseconds))
+            figures[way].append(measure(two, prefix, ranks, WAYS[way], delay))
             text = f"{number + 1}/{options.repeats} {ranks:2} ranks {way}: {figures[way][-1]}"
             print(text, flush=True)
     for way, runs in figures.items():
@@ -182,6 +184,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 16])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--milliseconds", type=float, default=2.0, help="delay of each open")
+    parser.add_argument("--one-server", action="store_true", help="serve one open at a time")
     parser.add_argument("--local", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR")
     options = parser.parse_args()
     missing = [name for name in ("cc", "pkg-config", "fusermount3") if not shutil.which(name)]

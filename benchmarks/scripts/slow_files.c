@@ -1,7 +1,8 @@
 /* Shows a directory read-only, as a shared file system does: each open takes a while.
 
-   slow_files DIRECTORY MOUNT MILLISECONDS
+   slow_files DIRECTORY MOUNT MILLISECONDS [QUEUE]
 
+   Opens of all processes with the same file QUEUE wait for each other, as at one metadata server.
    MOUNT/.counters has the number of files opened, of bytes read and of names looked up. Like a
    client of NFS, the kernel keeps names for three seconds and the content of files that have not
    changed.
@@ -17,11 +18,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
-static const char *root, *counters = "/.counters";
+static const char *root, *queue, *counters = "/.counters";
 static long delay; /* nanoseconds */
 static atomic_long opened, bytes, names;
 
@@ -72,16 +74,26 @@ static int read_directory(const char *path, void *buffer, fuse_fill_dir_t fill, 
     return 0;
 }
 
+static void wait_for_server(void)
+{
+    struct timespec pause = {delay / 1000000000, delay % 1000000000};
+    int turn = queue ? open(queue, O_RDONLY) : -1;
+    if (turn >= 0)
+        flock(turn, LOCK_EX);
+    nanosleep(&pause, NULL);
+    if (turn >= 0)
+        close(turn);
+}
+
 static int open_file(const char *path, struct fuse_file_info *info)
 {
     char full[PATH_MAX];
-    struct timespec pause = {delay / 1000000000, delay % 1000000000};
     if (strcmp(path, counters) == 0) {
         info->direct_io = 1;
         return 0;
     }
     opened++;
-    nanosleep(&pause, NULL);
+    wait_for_server();
     int file = open(at(path, full), info->flags & ~O_NOFOLLOW);
     info->fh = file;
     return file < 0 ? -errno : 0;
@@ -142,10 +154,11 @@ static const struct fuse_operations operations = {
 
 int main(int count, char **words)
 {
-    if (count != 4)
+    if (count != 4 && count != 5)
         return 2;
     root = words[1];
     delay = atof(words[3]) * 1e6;
+    queue = words[4]; /* NULL if there is none */
     char *arguments[] = {words[0], "-f", "-o", "ro", words[2], NULL};
     return fuse_main(5, arguments, &operations, NULL);
 }
