@@ -25,6 +25,7 @@ from hvdtrain.system.files import Output, check_writable
 from hvdtrain.system.output.tables import summary_table
 from hvdtrain.system.runtime import terminal
 from hvdtrain.training.plan import Session
+from hvdtrain.training.summary import loss_text
 from hvdtrain.training.trackers import Figures
 from hvdtrain.training.tracking import Trackers, open_trackers
 
@@ -184,7 +185,7 @@ class Progress:
     def step(self, record: Figures) -> None:
         """Show and record the figures of a log interval."""
         self._record("step", record)
-        step, loss = record["step"], f"{record['loss']:.4f}"
+        step, loss = record["step"], loss_text(record["loss"])
         rate = f"{record['images_per_second']:,.0f} {self.unit}/s"
         if "gpu_busy" in record:
             rate += f"  GPU {100 * record['gpu_busy']:.0f} %"
@@ -238,12 +239,12 @@ class Progress:
         if self._speed_only:
             return
         tested = (
-            f"  test loss {record['eval_loss']:.4f}  {measured}".rstrip()
+            f"  test loss {loss_text(record['eval_loss'])}  {measured}".rstrip()
             if record.get("eval_loss") is not None
             else ""
         )
         # None if --on-nan skip skipped every update of the epoch.
-        loss = "-" if record["loss"] is None else f"{record['loss']:.4f}"
+        loss = loss_text(record["loss"])
         self.console.print(f"epoch {record['epoch'] + 1} done: loss {loss}{tested}")
 
     def message(self, text: str) -> None:

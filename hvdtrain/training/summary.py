@@ -203,7 +203,7 @@ def rows(
         trained = plural(samples or 0, (unit or "samples").removesuffix("s"))
         work = [
             ("trained", f"{trained} in {plural(steps, 'step')}, {epochs}"),
-            ("training loss", _number(summary.train_loss, ".4f")),
+            ("training loss", loss_text(summary.train_loss)),
             *_test_rows(summary, measured),
         ]
     stopped, first = summary.stopped, summary.seconds_to_first_step
@@ -247,7 +247,7 @@ def evaluation_rows(
     table = [
         ("checkpoint", summary.checkpoint or "none"),
         *_test_rows(summary, measured),
-        ("seconds", _number(summary.seconds_total, ".1f")),
+        ("seconds", UNKNOWN if (total := summary.seconds_total) is None else f"{total:.1f}"),
     ]
     if summary.images_per_second_mean is not None:  # of a benchmark
         table.append(
@@ -259,13 +259,14 @@ def evaluation_rows(
 def _test_rows(summary: Summary, measured: Mapping[str, str]) -> list[tuple[str, str]]:
     tested = f" of {summary.eval_samples:,}" if summary.eval_samples else ""
     return [
-        ("test loss", _number(summary.eval_loss, ".4f")),
+        ("test loss", loss_text(summary.eval_loss)),
         *((f"test {name}", value + tested) for name, value in measured.items() if value != UNKNOWN),
     ]
 
 
-def _number(value: float | None, form: str) -> str:
-    return UNKNOWN if value is None else format(value, form)
+def loss_text(value: float | None) -> str:
+    """Format a loss, one that diverges with an exponent."""
+    return UNKNOWN if value is None else f"{value:.4f}" if abs(value) < 1e9 else f"{value:.4e}"
 
 
 def _speed(rates: Sequence[float], *, recorded: bool) -> str:

@@ -56,10 +56,15 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "loss"), [({"eval_loss": None}, "0.1250"), ({"loss": None, "eval_loss": None}, "-")]
+    ("changed", "loss"),
+    [
+        ({"eval_loss": None}, "0.1250"),
+        ({"loss": None, "eval_loss": None}, "-"),
+        ({"loss": 2.0610e29, "eval_loss": None}, "2.0610e+29"),
+    ],
 )
 def test_an_epoch_without_evaluation_or_update(
-    capsys: pytest.CaptureFixture[str], changed: dict[str, None], loss: str
+    capsys: pytest.CaptureFixture[str], changed: dict[str, float | None], loss: str
 ) -> None:
     Progress(Options()).epoch({**EPOCH, **changed}, "accuracy -")
     assert capsys.readouterr().out == f"epoch 2 done: loss {loss}\n"
