@@ -212,10 +212,12 @@ def draw(
     """Write the metric over the batch, and over the epochs at the largest batch, as PDF and PNG."""
     most = max(result.batch for result in results)
     lines = [
-        (printable(result.optimizer or f"batch {most}"), runs[0])
+        (
+            printable(result.optimizer or f"batch {most}"),
+            next((run for run in curves[BatchSetting(result.optimizer, most)].values() if run), ()),
+        )
         for result in results
         if result.batch == most
-        and (runs := [run for run in curves[BatchSetting(result.optimizer, most)].values() if run])
     ]
     panels = {
         "batches": partial(_draw_batches, results=results, target=target),

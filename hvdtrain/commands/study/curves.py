@@ -236,9 +236,14 @@ def draw_target(sizes: Sequence[TargetResult], target: Target, folder: Path) -> 
 def draw_evaluations(
     axes: Any, lines: Sequence[tuple[str, Sequence[Evaluation]]], target: Target, over: str
 ) -> None:
-    """Draw a line per labelled run, and the target as a horizontal line, over one of ``OVER``."""
+    """Draw a line per labelled run, and the target as a horizontal line, over one of ``OVER``.
+
+    A run without evaluations has no line, and the others keep their colours.
+    """
     axes.axhline(target.value, color=plots.GREY, linestyle="--", linewidth=1)
     for number, (label, curve) in enumerate(lines):
+        if not curve:
+            continue
         x = [getattr(evaluation, over) for evaluation in curve]
         y = [evaluation.value for evaluation in curve]
         axes.plot(x, y, label=label, **plots.series(number))

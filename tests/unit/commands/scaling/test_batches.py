@@ -17,6 +17,7 @@ from hvdtrain.commands.study.curves import Target
 from hvdtrain.commands.study.engine import RunOutcome
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
+from hvdtrain.system.output import plots
 
 WORDS = ("python", "-m", "hvdtrain.mnist", "--epochs", "2")
 TARGET = Target("accuracy", 0.9)
@@ -170,6 +171,29 @@ def test_the_seeds_after_one_that_failed_keep_their_numbers(tmp_path: Path) -> N
     finish(tmp_path, setting, 2, [0.95])
     batch_report.report(tmp_path, TARGET)
     assert (tmp_path / "batches.csv").read_text().splitlines()[1:] == ["sgd,16,10,2,0.95"]
+
+
+def test_an_optimizer_has_one_colour_in_both_panels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = make_study(options(tmp_path, optimizers=("sgd",)), WORDS)
+    variant = study.variant(BatchSetting("sgd", 16))
+    study.record(variant, 1, RunOutcome(reason="the loss is nan", failed=True))
+    for name in ("lars", "lamb"):
+        finish(tmp_path, BatchSetting(name, 16), 1, [0.5, 0.95])
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "save", lambda figure, stem: figures.append(figure) or [])
+    batch_report.report(tmp_path, TARGET)
+    colours = [
+        [
+            artist.get_color()
+            for artist in axes.lines
+            if len(artist.get_xdata()) and artist.get_marker() != "None"
+        ]
+        for axes in figures[0].axes
+    ]
+    assert len(set(colours[0])) == 2
+    assert set(colours[0]) == set(colours[1])
 
 
 def test_a_study_of_another_kind_is_not_continued(tmp_path: Path) -> None:
