@@ -191,11 +191,13 @@ class TFTask(Task):
         return loss, *self._apply(gradients, variables, learning_rate)
 
     def _accumulated(self, batch: Batch) -> tuple[Any, list[Any]]:
-        """Return mean loss and gradients of a batch, in ``--accumulate-steps`` passes."""
+        """Return mean loss and gradients of a batch, in passes: at most ``--accumulate-steps``."""
         count = tf.shape(batch.y if batch.shares is None else batch.shares)[0]
-        number = self.options.accumulate_steps
-        if number == 1:
+        passes = self.options.accumulate_steps
+        if passes == 1:
             return self._backward(batch, count)
+        # BatchNorm has no mean of a pass without samples.
+        number = tf.maximum(1, tf.minimum(passes, count))
 
         def add(index: Any, loss: Any, sums: list[Any]) -> Any:
             cut = slice(index * count // number, (index + 1) * count // number)

@@ -354,3 +354,26 @@ def test_a_loss_with_constants_of_the_precision_is_evaluated_in_tensorflow() -> 
     task = tensorflow.TFTask(model, options, data, data, losses=losses)
     task.update(data.fetch(np.arange(2)), learning_rate=0.1, seed=1)
     assert task.evaluate(data.fetch(np.arange(2)), []) == pytest.approx(2 * math.log(2))
+
+
+def test_a_batch_of_fewer_samples_than_passes_keeps_batchnorm_finite_in_tensorflow() -> None:
+    """An epoch's last batch may be so small; a pass without samples has no mean."""
+    keras = pytest.importorskip("keras")
+    from hvdtrain.tasks.training_step_tensorflow import InMemory, TFTask
+
+    options = replace(Options(), precision="fp64", device="/CPU:0", weight_decay=0.0)
+    x, y = np.random.default_rng(1).normal(size=(6, 3)), np.array([0, 1] * 3)
+    kernels, statistics = [], []
+    for passes in (4, 2):
+        norm = keras.layers.BatchNormalization(momentum=0.5, dtype="float64")
+        dense = keras.layers.Dense(2, kernel_initializer="ones", dtype="float64")
+        model = keras.Sequential([keras.Input((3,), dtype="float64"), norm, dense])
+        data = InMemory(x, y, "/CPU:0")
+        task = TFTask(model, replace(options, accumulate_steps=passes), data, None)
+        task.update(task.train.fetch(np.arange(2)), learning_rate=0.5, seed=0)
+        assert task.not_finite is None
+        kernels.append(dense.kernel.numpy())
+        statistics.append(norm.moving_mean.numpy())
+    np.testing.assert_array_equal(*kernels)
+    np.testing.assert_array_equal(*statistics)
+    np.testing.assert_allclose(statistics[0], x[0] / 4 + x[1] / 2, rtol=1e-12)
