@@ -41,8 +41,9 @@ class MovingAverage:
         averages = locals_of(state[p][KEY] for p in averaged)
         for average, weights in zip(averages, locals_of(averaged), strict=True):
             average.lerp_(weights, weight)
-        for parameter in updated:
-            if KEY not in state[parameter]:
+        begun = [p for p in updated if KEY not in state[p]]
+        if begun and not skipped:  # synchronizes with a GPU, but not later
+            for parameter in begun:
                 state[parameter][KEY] = parameter.detach().clone()
 
     def _parameters(self) -> list[torch.nn.Parameter]:

@@ -126,6 +126,22 @@ def test_a_fused_optimizer_leaves_updates_out_until_it_is_asked(optimizer: str, 
     assert trained(True, 4, 4)[1] == 0
 
 
+def test_a_moving_average_is_begun_by_the_first_update_that_is_made() -> None:
+    """As on a CPU, where a skipped update is no step of the optimizer."""
+    torch = pytest.importorskip("torch")
+    from hvdtrain.tasks.moving_average import KEY, MovingAverage
+
+    weight = torch.nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    MovingAverage(optimizer, 0.75)
+    for skipped in (1.0, 0.0, 1.0, 0.0):
+        weight.grad = torch.ones_like(weight)
+        optimizer.found_inf = torch.tensor(skipped)  # as ``Guard`` and ``GradScaler`` set it
+        optimizer.step()
+    assert weight.tolist() == [1.0]
+    assert optimizer.state[weight][KEY].tolist() == [0.75 * 2.0 + 0.25 * 1.0]
+
+
 def test_the_gradients_of_a_compiled_network_are_those_of_the_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
