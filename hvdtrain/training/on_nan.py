@@ -35,11 +35,12 @@ class OnNan:
         """Return copies of the buffers, if the next update may be skipped at once.
 
         The copy takes time on a GPU: deferred updates restore buffers by themselves, fp16 skips
-        none, and to end the training only a repeated update needs it.
+        none, and to end the training only a repeated update needs it there.
         """
         repeated = self._may_defer and not self._task.may_defer
-        skips = self._mode == "skip" and not self._task.deferred
-        if repeated or (skips and self._task.options.precision != "fp16"):
+        copied = self._mode == "skip" or not self._adapter.has_gpu
+        at_once = not self._task.deferred and self._task.options.precision != "fp16"
+        if repeated or (copied and at_once):
             return self._adapter.view(self._task.model).local_buffers()
         return {}
 

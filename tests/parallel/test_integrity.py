@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.conftest import BIN, LONG, ROOT, Outcome, ranks, run
 from tests.parallel import resident
@@ -233,6 +234,41 @@ def test_gradients_that_are_not_finite(framework: str, tmp_path: Path) -> None:
         alone = train_on_a_bad_sample(1, tmp_path / "one", line, "--on-nan=skip")
         assert alone.summary["steps_skipped"] == 3
         assert_close(alone, again, 1e-9)
+
+
+NORMALIZED = """
+import numpy as np
+import torch
+from hvdtrain.tasks.training_step_pytorch import InMemory, TorchTask
+
+def task(options):
+    torch.manual_seed(1)
+    x = np.random.default_rng(0).standard_normal((40, 3))
+    x[-1] = np.nan
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    data = InMemory(x, np.arange(40) % 2, options.device)
+    return TorchTask(model, options, data, None)
+"""
+
+
+def test_statistics_of_batchnorm_are_saved_as_before_the_bad_update(tmp_path: Path) -> None:
+    """To end the training, as ``--on-nan stop`` does, restores them as ``skip`` does."""
+    (tmp_path / "normalized.py").write_text(NORMALIZED)
+    line = ("-m", "hvdtrain.train", f"{tmp_path / 'normalized.py'}", "--precision=fp64")
+    line += ("--epochs=1", "--global-batch-size=4", "--lr=0.1", "--seed=2", "--quiet")
+    runs = []
+    for mode, code, every in (("stop", 1, 1000), ("skip", 0, 1)):
+        folder = tmp_path / mode
+        files = (f"--summary={folder}.json", f"--checkpoint-dir={folder}")
+        saves = ("--keep=99", f"--checkpoint-every={every}")
+        assert ranks(2, *line, f"--on-nan={mode}", *saves, *files).code == code
+        runs.append(json.loads(Path(f"{folder}.json").read_text()))
+    assert runs[0]["stopped"] == "diverged"
+    last = f"step-{runs[0]['steps_completed']:09}"
+    assert (tmp_path / "stop" / last).is_dir()
+    tensors = [load_file(tmp_path / mode / last / "model.safetensors") for mode in ("stop", "skip")]
+    for name in ("0.running_mean", "0.running_var", "1.weight"):
+        np.testing.assert_allclose(tensors[0][name], tensors[1][name], rtol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
