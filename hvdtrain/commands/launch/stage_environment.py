@@ -131,11 +131,15 @@ class StagedEnvironment:
 def _is_python(program: Path) -> bool:
     """Return whether a program is a script in Python, by its first lines.
 
-    In a long path the first one names the shell, which starts Python in the second one.
+    If the path is long, the first one names the shell, which starts Python by ``'''exec'`` in the
+    second one.
     """
     with program.open("rb") as file:
-        lines = file.read(1024).splitlines()[:2]
-    return lines[:1] != [] and lines[0].startswith(b"#!") and b"python" in b"".join(lines)
+        first, second = (*os.fsdecode(file.read(1024)).splitlines(), "", "")[:2]
+    if not first.startswith("#!"):
+        return False
+    words = [*first[2:].split(), *(second.split() if second.startswith("'''exec'") else ())]
+    return any(Path(word.strip('"')).name.startswith("python") for word in words)
 
 
 @contextlib.contextmanager

@@ -86,6 +86,16 @@ def test_a_script_in_python_runs_with_the_interpreter_of_the_copy(
     )
 
 
+@pytest.mark.parametrize("first", ["/bin/sh\n# starts python", "/opt/python-envs/x/bin/bash"])
+def test_a_script_of_a_shell_runs_by_itself(first: str, environ: dict[str, str]) -> None:
+    script = Path(environ["CONDA_PREFIX"], "bin", "train")
+    script.write_text(f"#!{first}\npython train.py\n")
+    script.chmod(0o755)
+    environment = StagedEnvironment(job(environ, "train", "--epochs=2"))
+    assert not environment.launch.words[-3].endswith("/python")
+    assert environment.launch.words[-2:] == (f"{environment.folder}/bin/train", "--epochs=2")
+
+
 def test_editable_installs_are_reported(
     environ: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
