@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -65,11 +66,18 @@ def parse_slice(text: str | None) -> tuple[float, float] | None:
     return edges
 
 
+def _check_page(page: Path, inputs: Sequence[Path | None]) -> None:
+    """Raise ``UsageError`` if the page would replace a file that is read."""
+    if page.exists() and any(path and path.exists() and path.samefile(page) for path in inputs):
+        raise UsageError(f"--html {page}: is a file to read; specify another for the page")
+
+
 def run_verb(arguments: argparse.Namespace) -> Report:
     """Run the command and return its report."""
     span = parse_slice(arguments.slice)
     if arguments.html:
         check_installed("--html")
+        _check_page(arguments.html, [arguments.file, arguments.diff, *arguments.profile])
     recorder = Recorder() if arguments.html else None
     with terminal.working(f"reading {printable(arguments.file)}"):
         kept = bool(arguments.profile)

@@ -110,3 +110,12 @@ def test_an_undecodable_file_name_is_displayed(
     straggling(4).write(tmp_path)
     assert cli.main(["report", str(tmp_path), "--html", str(tmp_path / "report.html")]) == 0
     assert "left out: t??[2J.json: " in capsys.readouterr().out
+
+
+def test_a_page_does_not_replace_the_timeline(tmp_path: Path) -> None:
+    source = straggling(4).write(tmp_path)
+    (tmp_path / "link").symlink_to(source)
+    before = source.read_bytes()
+    for page in (source, tmp_path / "link"):
+        assert cli.main(["timeline", str(source), "--html", str(page)]) == 2
+    assert source.read_bytes() == before
