@@ -1,4 +1,4 @@
-"""Images for PyTorch: what a crop decodes, and what it takes for it."""
+"""Images: what a crop decodes, and what it takes for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from hvdtrain.workloads.data.dali_decoder import JpegDecoder, choose_decoder  # 
 from hvdtrain.workloads.data.dali_images import plain_jpeg  # noqa: E402
 from hvdtrain.workloads.data.image_folder import ImageOptions, rgb, worker_errors  # noqa: E402
 from hvdtrain.workloads.data.torch_images import _ahead, decoded  # noqa: E402
-from hvdtrain.workloads.resnet.pytorch import random_crop, torchvision  # noqa: E402
+from hvdtrain.workloads.resnet.pytorch import (  # noqa: E402
+    centre_crop,
+    centre_view,
+    random_crop,
+    torchvision,
+)
 from tests.conftest import error_of  # noqa: E402
 
 
@@ -65,6 +70,37 @@ def test_a_crop_is_that_of_torchvision(
         differences.append(np.abs(got.astype(int) - expected).mean())
     assert max(differences) < mean, differences
     assert any(smaller) is reduced
+
+
+@pytest.mark.parametrize("shape", [(64, 4), (4, 64), (101, 5), (5, 102), (640, 427)])
+def test_the_centre_crop_is_that_of_torchvision(shape: tuple[int, int]) -> None:
+    """Also of an image so long that only its middle is resized."""
+    width, height = shape
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    transforms = torchvision().transforms
+    expected = transforms.CenterCrop(224)(transforms.Resize(256)(image))
+    assert np.abs(np.asarray(centre_crop(image, 224)) - np.int16(expected)).max() <= 1
+
+
+def test_a_long_image_takes_little_memory() -> None:
+    """Resized as a whole, it would have 2,560,000 x 256 pixels."""
+    view = centre_view(Image.new("RGB", (20_000, 2)), 224)
+    assert view.resized == (4096, 256)
+    assert (view.left, view.width) == (9984, 32)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_of_a_long_image_tensorflow_resizes_the_middle(axis: int) -> None:
+    tf = pytest.importorskip("tensorflow")
+    from hvdtrain.workloads.resnet import tensorflow
+
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 20_000, 3), dtype=np.uint8)
+    crops = []
+    for part in (pixels, pixels[:, 9984:10016]):
+        encoded = tf.io.encode_png(part.swapaxes(0, axis))
+        crops.append(tensorflow.centre_crop(encoded, None, 224).numpy())
+    assert np.array_equal(*crops)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hvdtrain.tasks.dataset import Dataset
 from hvdtrain.tasks.training_step_pytorch import TorchTask
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.torch_images import Synthetic, View, cut
-from hvdtrain.workloads.resnet.task import DEVIATION, MEAN, RESIZE
+from hvdtrain.workloads.resnet.task import DEVIATION, LONGEST, MEAN, RESIZE
 
 
 def random_view(image: Image.Image, size: int) -> View:
@@ -41,10 +41,12 @@ def random_crop(image: Image.Image, size: int) -> Image.Image:
 
 def centre_view(image: Image.Image, size: int) -> View:
     """Return torchvision's centre crop of the image, whose shorter side is 256/224 of ``size``."""
-    shorter = round(size * RESIZE)
-    width, height = (int(shorter * side / min(image.size)) for side in image.size)
+    shorter, least = round(size * RESIZE), min(image.size)
+    middle = [min(side, LONGEST * least + side % 2) for side in image.size]
+    left, top = ((side - part) // 2 for side, part in zip(image.size, middle, strict=True))
+    width, height = (int(shorter * part / least) for part in middle)
     corner = (round((width - size) / 2), round((height - size) / 2))
-    return View(0, 0, *image.size, (width, height), size, corner)
+    return View(left, top, middle[0], middle[1], (width, height), size, corner)
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:

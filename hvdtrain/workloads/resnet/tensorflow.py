@@ -13,7 +13,7 @@ from hvdtrain.tasks.dataset import Dataset
 from hvdtrain.tasks.training_step_tensorflow import TFTask, weight_dtype
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.tf_images import Synthetic
-from hvdtrain.workloads.resnet.task import DEVIATION, MEAN, RESIZE
+from hvdtrain.workloads.resnet.task import DEVIATION, LONGEST, MEAN, RESIZE
 
 
 def random_crop(encoded: Any, seed: Any, size: int) -> Any:
@@ -53,8 +53,11 @@ def centre_crop(encoded: Any, seed: Any, size: int) -> Any:  # noqa: ARG001 (as 
     """Resize the shorter side to 256/224 of ``size``, and return the central square of ``size``."""
     image = _decode(encoded)
     shape = tf.shape(image)[:2]
-    shorter = round(size * RESIZE)
-    resized = shape * shorter // tf.reduce_min(shape)
+    shorter, least = round(size * RESIZE), tf.reduce_min(shape)
+    middle = tf.minimum(shape, LONGEST * least + shape % 2)
+    top, left = tf.unstack((shape - middle) // 2)
+    image = image[top : top + middle[0], left : left + middle[1]]
+    resized = middle * shorter // least
     top, left = tf.unstack((resized - size) // 2)
     return _resize(image, resized)[top : top + size, left : left + size]
 
