@@ -26,7 +26,7 @@ from hvdtrain.config.command_line import Parser
 from hvdtrain.config.declare import add_options, from_namespace, option
 from hvdtrain.config.values import count, positive
 from hvdtrain.steps.sharding import bounds
-from hvdtrain.system.machine.mpi_library import not_loaded
+from hvdtrain.system.machine import mpi_library
 from hvdtrain.system.output.text import about, percent, plural
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
@@ -158,10 +158,8 @@ def main() -> int:
     """Estimate pi, print it on rank 0, and return the exit code."""
     options = from_namespace(PiOptions, build_parser().read(sys.argv[1:]))
     set_defaults(MPI_VARIABLES)
-    try:
+    with mpi_library.required():
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise not_loaded(error) from error
     world = MPI.COMM_WORLD
     terminal.status("drawing points")
     world.Barrier()

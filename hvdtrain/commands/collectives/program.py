@@ -18,7 +18,7 @@ from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.config.values import above_zero, counts, names
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.files import check_writable
-from hvdtrain.system.machine.mpi_library import not_loaded
+from hvdtrain.system.machine import mpi_library
 from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.output.text import page, plural
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, keep_freed_memory, set_defaults
@@ -178,10 +178,8 @@ def connect() -> Mpi4py:
     Raises:
         UsageError: there is no MPI library.
     """
-    try:
+    with mpi_library.required():
         from hvdtrain.collectives.mpi4py import Mpi4py
-    except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
-        raise not_loaded(error) from error
     return Mpi4py()
 
 

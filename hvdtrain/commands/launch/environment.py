@@ -283,7 +283,7 @@ def _add(tar: tarfile.TarFile, entry: Entry) -> None:
     """Add a file or link to an archive.
 
     Raises:
-        UsageError: the file has changed since it was listed.
+        UsageError: the file has changed since it was listed, or changes meanwhile.
     """
     member = tarfile.TarInfo(entry.name)
     if entry.status is None:
@@ -293,8 +293,10 @@ def _add(tar: tarfile.TarFile, entry: Entry) -> None:
     member.size, member.mtime = entry.status.st_size, int(entry.status.st_mtime)
     member.mode = stat.S_IMODE(entry.status.st_mode) & 0o755 | 0o600
     with entry.path.open("rb") as file:
-        if _facts(os.fstat(file.fileno())) != _facts(entry.status):
-            raise UsageError(
-                f"--stage-env: {entry.path} has changed while it was packed: run it again"
-            )
-        tar.addfile(member, file)
+        try:
+            tar.addfile(member, file)
+        finally:
+            if _facts(os.fstat(file.fileno())) != _facts(entry.status):
+                raise UsageError(
+                    f"--stage-env: {entry.path} has changed while it was packed: run it again"
+                )

@@ -32,6 +32,7 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.commands.launch.environment import BASE, CONFIG, ERROR, HOME, Archive
 from hvdtrain.commands.launch.environment_copy import LocalCopy
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
+from hvdtrain.system.machine import mpi_library
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
@@ -211,8 +212,12 @@ def main(arguments: list[str]) -> int:
     if verb == "remove":
         LocalCopy(archive.digest, Path(directory), job).release()
         return EXIT_OK
-    from hvdtrain.collectives.mpi4py import Mpi4py
-
+    try:
+        with mpi_library.required():
+            from hvdtrain.collectives.mpi4py import Mpi4py
+    except UsageError as error:
+        sys.stdout.write(f"{ERROR}host {os.uname().nodename}: {error}\n")
+        return EXIT_FAILURE
     communicator = Mpi4py()
     try:
         with termination_as_interrupt():

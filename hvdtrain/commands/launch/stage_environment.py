@@ -82,10 +82,12 @@ class StagedEnvironment:
         if not result.ok:
             lines = result.output.strip().splitlines()
             reason = next((line for line in lines if line.startswith(ERROR)), "")
-            if not reason:  # one process has died, and mpirun has killed the others
+            if not reason:  # mpirun has failed, or a process has died and it has killed the others
+                sys.stderr.write(result.output)
                 self.remove(KILLED)
-            shown = reason.removeprefix(ERROR) or " ".join(lines)[-300:]
-            raise HvdtrainError(f"--stage-env: {shown}")
+                launcher = Path(result.command.argv[0]).name
+                reason = f"{launcher} ended with code {result.exit_code}; its output is above"
+            raise HvdtrainError(f"--stage-env: {reason.removeprefix(ERROR)}")
         text = "hvdtrain: environment of %s staged in %s on %s, in %s"
         total = size(self._archive.size)
         log.info(text, total, self.folder, hosts, duration(time.monotonic() - began))
@@ -94,7 +96,7 @@ class StagedEnvironment:
         """Remove the copies that no other job uses."""
         result = run(self._per_host("remove").command, timeout=patience)
         if not result.ok:
-            text = "hvdtrain: %s was not removed on all hosts; the next job there removes it"
+            text = "hvdtrain: %s may be left on a host; the next job there removes it"
             log.warning(text, self.folder)
 
     def _per_host(self, verb: str, *more: str) -> Launch:
@@ -111,8 +113,6 @@ class StagedEnvironment:
         environ = self._launch.environ
         variables = {name: self._moved(environ[name]) for name in PATHS if name in environ}
         variables = {n: value for n, value in variables.items() if value != environ[n]}
-        path = variables.get("PATH", environ.get("PATH", os.defpath))
-        variables["PATH"] = f"{self.folder / 'bin'}:{path}"
         program = str(self.folder / self._program.relative_to(self._prefix))
         # The first line of a script names the original interpreter.
         python = (str(self.folder / "bin" / "python"),) if _is_python(self._program) else ()

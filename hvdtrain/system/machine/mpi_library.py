@@ -6,9 +6,10 @@ standard, "Version Inquiries"), and the rest is read from ``/proc``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,13 +44,21 @@ def loaded() -> tuple[MpiLibrary, ...]:
     )
 
 
-def not_loaded(error: Exception) -> UsageError:
-    """Return the error to raise if importing mpi4py failed, usually for lack of an MPI library."""
-    cause = " ".join(str(error).split())
-    return UsageError(
-        f"mpi4py cannot load an MPI library ({cause}): pip install 'hvdtrain[mpi]', or load the "
-        "module of your MPI"
-    )
+@contextlib.contextmanager
+def required() -> Iterator[None]:
+    """Import mpi4py in this context.
+
+    Raises:
+        UsageError: that failed, usually for lack of an MPI library.
+    """
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
+        cause = " ".join(str(error).split())
+        raise UsageError(
+            f"mpi4py cannot load an MPI library ({cause}): pip install 'hvdtrain[mpi]', or load "
+            "the module of your MPI"
+        ) from error
 
 
 def mapped(text: str) -> tuple[str, ...]:
@@ -88,9 +97,9 @@ def mpi_identity(text: str) -> str:
 def started_by() -> str:
     """Return the path of the nearest ancestor process that is a launcher; empty if none is."""
     for ancestor in psutil.Process().parents():
-        with suppress(psutil.Error):  # it has exited
+        with contextlib.suppress(psutil.Error):  # it has exited
             if LAUNCHERS.match(name := ancestor.name()):
-                with suppress(psutil.Error):  # of another user, e.g. Slurm's daemon
+                with contextlib.suppress(psutil.Error):  # of another user, e.g. Slurm's daemon
                     return ancestor.exe() or name
                 return name
     return ""

@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,6 +220,26 @@ def test_a_file_that_goes_while_it_is_packed_is_one_line(
         monkeypatch.setattr(environment, "list_files", lambda _, change=change: list_then(change))
         with pytest.raises(UsageError, match=f"module.py.*{message}"):
             pack(prefix, tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache" / FOLDER).iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("size", [100, 3 * 2**20])
+def test_a_file_that_changes_while_it_is_copied_is_one_line(
+    size: int, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may also become shorter, so that the archive cannot be completed."""
+    file = prefix / PACKAGES / "large.bin"
+    file.write_bytes(bytes(2 * 2**20))
+    add = tarfile.TarFile.addfile
+
+    def change_then(tar: tarfile.TarFile, member: tarfile.TarInfo, content: Any = None) -> None:
+        if member.name.endswith(file.name):
+            file.write_bytes(b"1" * size)
+        add(tar, member, content)
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", change_then)
+    with pytest.raises(UsageError, match=r"large\.bin has changed while it was packed"):
+        pack(prefix, tmp_path / "cache")
     assert [path.name for path in (tmp_path / "cache" / FOLDER).iterdir()] == ["lock"]
 
 

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from typing_extensions import override
 
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.commands.launch import environment_host
-from hvdtrain.commands.launch.environment import pack
+from hvdtrain.commands.launch.environment import ERROR, pack
 from hvdtrain.commands.launch.environment_copy import LocalCopy
 from hvdtrain.commands.launch.environment_host import on_all_hosts
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import EXIT_FAILURE, HvdtrainError
 from tests.environments import make_environment, stage, staged
 
 
@@ -90,6 +91,15 @@ def test_a_host_without_flock_is_one_line(
     archive = pack(prefix, tmp_path / "cache")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert "flock is missing: install util-linux and tar" in stage(archive, tmp_path / "local")
+
+
+def test_a_host_without_an_mpi_library_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "hvdtrain.collectives.mpi4py", None)
+    assert environment_host.main(["stage", "a-b-c.tar", str(tmp_path), "job", "1"]) == EXIT_FAILURE
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{ERROR}host {os.uname().nodename}: mpi4py cannot load an MPI library")
 
 
 def test_a_local_directory_that_is_a_file_is_one_line(prefix: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {
         "HVDTRAIN_CACHE": str(tmp_path / "cache"),
         "TMPDIR": str(tmp_path / "local"),
-        "PATH": f"{prefix}/bin:/usr/bin",
+        "PATH": f"/opt/cuda/bin:{prefix}/bin:/usr/bin",
         "CONDA_PREFIX": str(prefix),
         "PYTHONPATH": f"{prefix}/extra:{prefix}2:/home/me/project",
         "LD_LIBRARY_PATH": f"/opt/lib:{prefix}/lib",
@@ -53,7 +53,7 @@ def test_ranks_start_from_the_copy(environ: dict[str, str], tmp_path: Path) -> N
     words = (*HOLD, str(copy), reserved, f"{copy}/bin/{PYTHON}", "train.py")
     assert command.argv[-len(words) :] == words
     prefix = environ["CONDA_PREFIX"]
-    assert command.env["PATH"] == f"{copy}/bin:{copy}/bin:/usr/bin"
+    assert command.env["PATH"] == f"/opt/cuda/bin:{copy}/bin:/usr/bin"
     assert command.env["CONDA_PREFIX"] == str(copy)
     assert command.env["PYTHONPATH"] == f"{copy}/extra:{prefix}2:/home/me/project"
     assert command.env["LD_LIBRARY_PATH"] == f"/opt/lib:{copy}/lib"
@@ -149,6 +149,25 @@ def test_an_error_on_a_host_is_one_line(
         "hvdtrain: --stage-env: host b: 1 GB are needed; the ranks start from the shared "
         "environment"
     ]
+
+
+def test_the_output_of_a_failed_mpirun_is_shown_whole(
+    environ: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It cannot reach a host, for example, and fails again when the copies are removed."""
+    output = "ssh: connect to host b: refused\n" + "a line of a box\n" * 40
+    monkeypatch.setattr(stage_environment, "run", Runs((1, output), (1, output)))
+    with (
+        StopSignals() as signals,
+        pytest.raises(HvdtrainError, match=r"^--stage-env: mpirun ended with code 1; its output"),
+        staged(job(environ), MUST, signals),
+    ):
+        pass
+    assert output in capsys.readouterr().err
+    assert "may be left on a host" in caplog.text
 
 
 @pytest.mark.parametrize("mode", [MUST, TRY])
