@@ -83,6 +83,39 @@ def test_a_state_comes_back_bit_for_bit(single_rank: tuple[CommonAdapter, Any]) 
     assert hvd.view(loaded[0]).trained_names() < set(state.model)
 
 
+def test_keras_state_is_that_of_any_precision() -> None:
+    """A model trained with fp16 has a scaled loss; on a CPU its average is evaluated without."""
+    keras = pytest.importorskip("keras")
+    hvd = adapter("tensorflow", "single", environ={})
+
+    def scaled(initial: float) -> tuple[Any, Any]:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        inner = keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)
+        return model, keras.optimizers.LossScaleOptimizer(inner, initial_scale=initial)
+
+    model, optimizer = scaled(64.0)
+    gradients = [np.full(value.shape, 64.0, "f4") for value in model.trainable_variables]
+    optimizer.build(model.trainable_variables)
+    optimizer.apply(gradients, model.trainable_variables)
+    saved = hvd.export_state(model, optimizer)
+
+    again, rescaled = scaled(1024.0)
+    hvd.import_state(again, rescaled, saved)
+    assert float(rescaled.dynamic_scale) == 64.0 and int(rescaled.step_counter) == 1
+
+    plain, unscaled = scaled(1.0)
+    hvd.import_state(plain, unscaled.inner_optimizer, saved)
+    state = hvd.export_state(plain, unscaled.inner_optimizer)
+    assert saved.training.keys() - state.training.keys() == {
+        "loss_scale/scale",
+        "loss_scale/updates",
+    }
+    for name, value in state.training.items():
+        assert np.array_equal(value, saved.training[name])
+
+    hvd.import_state(*scaled(8.0), state)
+
+
 def test_the_state_of_another_model_is_named(single_rank: tuple[CommonAdapter, Any]) -> None:
     hvd, make = single_rank
     state = hvd.export_state(*make(5))

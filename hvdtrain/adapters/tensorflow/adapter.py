@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -31,6 +32,7 @@ from hvdtrain.system.machine.threads import local_cores, requested_threads
 from hvdtrain.system.output.text import plural
 
 Variables = dict[str, Any]  # of Keras, by name
+SCALE = "loss_scale/"  # begins the names of the state of a LossScaleOptimizer itself
 INTER_OP_THREADS = 1  # concurrent operations: on one core a second one would only wait
 
 
@@ -60,8 +62,12 @@ class KerasView(StateView):
         source = state.path or "the state of rank 0"
         _assign(_named_weights(self.model), state.model, f"{source} is not of this model")
         if optimizer is not None:
-            state_variables = _named_state(self.model, optimizer)
-            _assign(state_variables, state.training, f"{source} is not of this optimizer")
+            variables = _named_state(self.model, optimizer)
+            _assign(
+                _common_scale(variables, state.training),
+                _common_scale(state.training, variables),
+                f"{source} is not of this optimizer",
+            )
 
     @override
     def local_buffers(self) -> Arrays:
@@ -204,8 +210,18 @@ def _named_state(model: Any, optimizer: Any) -> Variables:
     # Learning rate, momentum etc. are options of this run, not of the one that saved.
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    return {
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    named = {
         f"{number:04d}/{value.name.rpartition('_')[2]}": value
-        for number, value in enumerate(optimizer.variables)
+        for number, value in enumerate(inner.variables)
         if not value.name.endswith("learning_rate")
     }
+    if inner is not optimizer:
+        named[f"{SCALE}scale"] = optimizer.dynamic_scale
+        named[f"{SCALE}updates"] = optimizer.step_counter
+    return named
+
+
+def _common_scale(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state without a loss scale that the other, of another precision, lacks."""
+    return {n: value for n, value in state.items() if n in other or not n.startswith(SCALE)}
