@@ -30,6 +30,7 @@ from hvdtrain.steps.learning_rate import SCALINGS, SCHEDULES
 
 LAYERWISE = ("lars", "lamb")  # optimizers that scale the update of each weight by its norm
 OPTIMIZERS = ("sgd", "adam", "adamw", *LAYERWISE)
+PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
 TASK_OPTIONS = "task options"  # title of the options that a workload adds
 
 
@@ -96,7 +97,7 @@ class Options(CommOptions):
     precision: str = option(
         "auto",
         "numeric precision; bf16 and fp16: of the forward pass in training (autocast)",
-        choices=("auto", "fp64", "fp32", "bf16", "fp16"),
+        choices=PRECISIONS,
     )
     checkpoint_dir: Path | None = option(
         None, "directory to save checkpoints in and resume from", Path

@@ -76,7 +76,7 @@ def check_input(folder: Path, name: str) -> None:
         UsageError: beginning with ``name``.
     """
     if not folder.is_dir():
-        raise UsageError(f"{name}: no such directory")
+        raise UsageError(f"{name}: {'not a' if folder.exists() else 'no such'} directory")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UsageError(f"{name}: {os.strerror(errno.EACCES)}")
 

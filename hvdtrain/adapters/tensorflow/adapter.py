@@ -222,6 +222,6 @@ def _named_state(model: Any, optimizer: Any) -> Variables:
     return named
 
 
-def _common_scale(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without a loss scale that the other, of another precision, lacks."""
-    return {n: value for n, value in state.items() if n in other or not n.startswith(SCALE)}
+def _common_scale(state: Mapping[str, Any], counterpart: Mapping[str, Any]) -> Variables:
+    """Return the state without a loss scale that the counterpart, of another precision, lacks."""
+    return {n: value for n, value in state.items() if n in counterpart or not n.startswith(SCALE)}

@@ -21,6 +21,7 @@ from hvdtrain.commands.study.command_options import (
 )
 from hvdtrain.commands.study.engine import RESULTS, StudyOptions
 from hvdtrain.config.declare import option
+from hvdtrain.config.options import PRECISIONS
 from hvdtrain.config.strategies import ONE_PROCESS, PACKAGES, STRATEGIES
 from hvdtrain.config.values import names, positive
 from hvdtrain.errors import UsageError
@@ -133,8 +134,8 @@ def choose(options: CompareOptions, words: Sequence[str]) -> list[Method]:
     """Return the methods in the order of the table: by framework, precision, strategy.
 
     Raises:
-        UsageError: an unknown strategy or framework, or an option that is not allowed for a
-            single method.
+        UsageError: an unknown strategy, framework or precision, or an option that is not allowed
+            for a single method.
     """
     default = effective_value(words, "--framework") or next(iter(PACKAGES))
     frameworks = options.frameworks or (default,)
@@ -143,6 +144,9 @@ def choose(options: CompareOptions, words: Sequence[str]) -> list[Method]:
     for framework in frameworks:
         if framework not in PACKAGES:
             raise UsageError(f"--frameworks {framework}: choose from {', '.join(PACKAGES)}")
+    for precision in options.precision or ():
+        if precision not in PRECISIONS:
+            raise UsageError(f"--precision {precision}: choose from {', '.join(PRECISIONS)}")
     ranks = options.ranks or RANKS
     methods = [
         Method(

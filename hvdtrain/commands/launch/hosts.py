@@ -15,10 +15,12 @@ from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_regular
+from hvdtrain.system.machine.limits import physical_cores
 from hvdtrain.system.output.text import plural
 
 BATCH_SYSTEMS = ("PBS", "Slurm", "LSF")
 SLOTS = "give each host its slots, e.g. --hosts node1:2,node2:2"
+MOST_PER_CORE = 32  # ranks on this machine; one that imports PyTorch takes 200 MB
 MOST_NODES = 250_000  # per job; a longer list is not a node list
 MOST_BRACKETS = 8  # per name
 SHOWN = 200  # characters of an invalid value
@@ -264,6 +266,11 @@ def lay_out(ranks: int, allocation: Allocation, ppn: int | None = None) -> RankL
             raise UsageError(
                 f"-n {ranks} --ppn {ppn}: only this machine is available outside an allocation; "
                 "specify other hosts by --hosts or --hostfile"
+            )
+        if ranks > (most := MOST_PER_CORE * physical_cores()):
+            raise UsageError(
+                f"-n {ranks}: more than {most}, {MOST_PER_CORE} per core of this machine, may fill "
+                f"its memory; if that is intended, use --hosts localhost:{ranks}"
             )
         return RankLayout(ranks)
     return _even(ranks, allocation, ppn) if ppn else _fill(ranks, allocation)

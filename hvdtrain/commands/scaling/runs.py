@@ -160,7 +160,8 @@ def read_table(path: Path) -> list[MeasuredRun]:
         reader = csv.DictReader(read_regular(path).decode("utf-8-sig").splitlines())
         rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"--from {path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--from {path} cannot be read: {reason}") from error
     names = {name.strip() for name in reader.fieldnames or ()}
     if missing := [name for name in ("ranks", "images_per_second") if name not in names]:
         raise UsageError(

@@ -16,6 +16,8 @@ from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
+# Options for numbers of ranks, without a meaning for batch sizes.
+OF_RANKS = ("weak", "strong", "allreduce", "predict", "leave_out", "saves")
 EPILOG = f"""example:
   hvdtrain scaling --ranks 1,2,4,8 -- python -m hvdtrain.resnet --num-steps 20
   hvdtrain scaling --ranks 1,2,4 --strong -- \\
@@ -52,12 +54,14 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     options = from_namespace(ScalingOptions, arguments)
     if options.from_ is not None:
-        if words or options.ranks:
-            raise UsageError("--from only reads a table: remove --ranks and the command")
+        if words or options.ranks or options.batches:
+            raise UsageError("--from only reads a table: remove --ranks, --batches and the command")
         if options.target:
             raise UsageError("--target needs the training curves of the runs, not a table")
     elif options.batches or (not words and (options.folder / LINES).exists()):
         return _batch_study(options, words)
+    elif options.optimizers:
+        raise UsageError("--optimizers needs --batches, e.g. --batches 64,512,4096")
     elif words and options.submit is not None:
         return submit_sizes(options, words)
     elif words:
@@ -82,6 +86,10 @@ def _batch_study(options: ScalingOptions, words: list[str]) -> Report:
     """Run and report a batch-size study; without a command only report it."""
     if options.submit is not None:
         raise UsageError("--batches and --submit: submit the study itself with hvdtrain submit")
+    for name in OF_RANKS:
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option}: only for a study of numbers of ranks, not of --batches")
     settings: Sequence[BatchSetting] = ()
     if words:
         study = make_study(options, words)

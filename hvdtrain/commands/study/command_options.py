@@ -171,6 +171,8 @@ def check_measurable(words: Sequence[str], environ: Mapping[str, str]) -> None:
     """
     if not words:
         raise UsageError(NO_COMMAND)
+    if words[0].isdecimal():
+        raise UsageError(f"{words[0]!r} is no command: separate numbers by commas, as in 1,2,4")
     file_options = config_options(words)
     for option, reason in REFUSED.items():
         if value_of(words, option) is not None or option in file_options:

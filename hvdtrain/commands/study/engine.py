@@ -262,8 +262,8 @@ def classify_failure(result: CommandResult) -> RunOutcome:
     """Return the outcome of an unsuccessful run: it failed, or its variant is just unavailable."""
     if NO_MEMORY.search(result.output):
         return RunOutcome(
-            reason="the global batch does not fit in memory; use --accumulate-steps in the "
-            "command to split it"
+            reason="a pass does not fit in memory: use more --accumulate-steps in the command, or "
+            "with --batches a smaller --batch-size"
         )
     messages = MESSAGE.findall(result.output)
     timed_out = result.exit_code == TIMED_OUT

@@ -92,6 +92,8 @@ def test_values_of_options_may_contain_commas() -> None:
 def test_invalid_choices_are_reported(strategy: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         choose(CompareOptions(strategies=(strategy,)), PROGRAM)
+    with pytest.raises(UsageError, match="--precision fp8: choose from auto, fp64"):
+        choose(CompareOptions(precision=("fp8",)), PROGRAM)
     with pytest.raises(UsageError, match="--frameworks jax: choose from pytorch, tensorflow"):
         choose(CompareOptions(frameworks=("jax",)), PROGRAM)
 

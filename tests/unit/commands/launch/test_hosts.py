@@ -239,6 +239,7 @@ def test_a_fixed_number_of_ranks_per_host() -> None:
         (3, allocation(2, 2), 2, r"-n 3 is not --ppn 2 times the 2 hosts .*2 x 2 is 4"),
         (6, allocation(2, 2), 2, r"-n 6 is not --ppn 2 times the 2 hosts"),
         (2, allocation(2, 2, source="--hosts"), 2, "-n 2 is not --ppn 2 times the 2 hosts of --ho"),
+        (10**6, Allocation("none"), None, "-n 1000000: .* use --hosts localhost:1000000"),
         (4, Allocation("none"), 2, "-n 4 --ppn 2: .* outside an allocation; .* --hosts"),
     ],
 )

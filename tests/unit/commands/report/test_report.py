@@ -304,6 +304,8 @@ def test_a_directory_without_results(tmp_path: Path, refused: Callable[..., str]
         assert word in message
     assert list(tmp_path.iterdir()) == []
     assert "no such directory" in refused("report", str(tmp_path / "none"))
+    (tmp_path / "file").touch()
+    assert "file: not a directory" in refused("report", str(tmp_path / "file"))
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path, refused: Callable[..., str]) -> None:

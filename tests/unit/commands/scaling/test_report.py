@@ -109,9 +109,12 @@ def test_the_tutorials_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--from", "none.csv"], "--from none.csv cannot be read"),
-        (["--from", "x", "--ranks", "1,2"], "remove --ranks and the command"),
-        (["--from", "x", "--", "python"], "remove --ranks and the command"),
+        (["--from", "none.csv"], "--from none.csv cannot be read: No such file or directory"),
+        (["--batches", "8", "--strong"], "--strong: only for a study of numbers of ranks"),
+        (["--batches", "8", "--leave-out", "4"], "--leave-out: only for a study of numbers"),
+        (["--optimizers", "lars"], "--optimizers needs --batches"),
+        (["--from", "x", "--ranks", "1,2"], "remove --ranks, --batches and the command"),
+        (["--from", "x", "--", "python"], "remove --ranks, --batches and the command"),
         (["--ranks", "1,2"], "missing command"),
         (["--dry-run"], "missing command"),
         (["--", "python"], "--ranks is required"),

@@ -117,8 +117,8 @@ def test_a_run_is_a_request_to_launch() -> None:
         (1, "hvdtrain: rank 1 on a: error: no luck\n", "no luck", True),
         (1, "Traceback\n", "exit code 1", True),
         (124, "", "timed out", True),
-        (1, "torch.OutOfMemoryError: CUDA out of memory.", "global batch does not", False),
-        (1, "hvdtrain: ResourceExhaustedError: OOM", "global batch does not", False),
+        (1, "torch.OutOfMemoryError: CUDA out of memory.", "a pass does not fit", False),
+        (1, "hvdtrain: ResourceExhaustedError: OOM", "a pass does not fit", False),
     ],
 )
 def test_failed_runs_are_classified(code: int, output: str, reason: str, failed: bool) -> None:
@@ -285,6 +285,7 @@ def test_a_removed_option_has_no_value(words: list[str]) -> None:
     ("words", "message"),
     [
         ([], "missing command"),
+        (["2", "--", "p"], "'2' is no command: separate numbers by commas"),
         (["p", "--summary=x"], "--summary in the command"),
         (["p", "--metrics", "x"], "--metrics in the command"),
         (["p", "--checkpoint_dir", "x"], "--checkpoint-dir .* resume"),
