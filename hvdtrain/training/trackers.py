@@ -16,13 +16,16 @@ import time
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlparse
 
 from typing_extensions import override
 
 from hvdtrain.steps.summary import Stopped, Summary
+from hvdtrain.system.files import lock
 
 Figures = Mapping[str, Any]
 """Figures of a log interval or an epoch, by key of ``--metrics``."""
@@ -31,6 +34,7 @@ ANSWER = 3.0  # seconds for the server of Weights & Biases to answer
 LONGEST_VALUE = 500  # characters; MLflow's limit in its oldest servers
 LONGEST_NAME = 80  # characters; MLflow's names are those of files
 MOST_METRICS, MOST_NAMES = 1000, 100  # of a request to MLflow
+LOCK = ".hvdtrain.lock"  # in a directory of MLflow's files
 TRAINING = "training"  # MLflow's tag with the identity of the training
 
 
@@ -213,12 +217,21 @@ class MLflow(Tracker):
 
     def _experiment(self, name: str) -> str:
         """Create the experiment ``name`` unless it exists, and return its id."""
-        try:
-            return str(self._client.create_experiment(name))
-        except self._mlflow.exceptions.MlflowException:
-            if known := self._client.get_experiment_by_name(name):
-                return str(known.experiment_id)
-            raise
+        with self._alone():
+            try:
+                return str(self._client.create_experiment(name))
+            except self._mlflow.exceptions.MlflowException:
+                if known := self._client.get_experiment_by_name(name):
+                    return str(known.experiment_id)
+                raise
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Exclude other jobs, as two at once would create an experiment twice in files."""
+        if not is_local(self._address):
+            return nullcontext()
+        folder = Path(unquote(urlparse(self._address).path))
+        folder.mkdir(parents=True, exist_ok=True)
+        return lock(folder / LOCK, "creates an experiment of MLflow")
 
     def _earlier_run(self, experiment: str, facts: RunFacts) -> str | None:
         """Return the run of the training that is resumed, if it was recorded."""

@@ -56,7 +56,7 @@ PLAIN: list[tuple[str, str, tuple[int, int], dict[str, Any]]] = [
     ("flower.jpg", "RGB", (333, 217), {"subsampling": "4:4:4"}),
     ("restarts.jpg", "RGB", (401, 299), {"restart_marker_rows": 1}),
     ("turned.jpg", "RGB", (300, 200), {"exif": EXIF}),
-    ("narrow.jpg", "RGB", (300, 20), {"subsampling": "4:2:2"}),
+    ("narrow.jpg", "RGB", (600, 20), {"subsampling": "4:2:2"}),
     ("tiny.jpg", "RGB", (3, 5), {}),
 ]
 OTHERS: list[tuple[str, str, tuple[int, int], dict[str, Any]]] = [
