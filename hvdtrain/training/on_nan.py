@@ -41,7 +41,7 @@ class OnNan:
         copied = self._mode == "skip" or not self._adapter.has_gpu
         at_once = not self._task.deferred and self._task.options.precision != "fp16"
         if repeated or (copied and at_once):
-            return self._adapter.view(self._task.model).local_buffers()
+            return self._adapter.view(self._task.model).buffers()
         return {}
 
     def note_update(self) -> None:
@@ -81,6 +81,7 @@ class OnNan:
             TrainingError: on every rank, if the training ends.
         """
         self._adapter.view(self._task.model).set_local_buffers(buffers)
+        self._adapter.samples_seen -= part.count  # they weigh the running statistics of this rank
         assert self._task.not_finite
         trouble = self._report(now, part, self._task.not_finite)
         if self._mode == "skip" and self._consecutive < MOST_SKIPPED:

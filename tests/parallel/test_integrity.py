@@ -251,24 +251,31 @@ def task(options):
 """
 
 
-def test_statistics_of_batchnorm_are_saved_as_before_the_bad_update(tmp_path: Path) -> None:
-    """To end the training, as ``--on-nan stop`` does, restores them as ``skip`` does."""
+def test_a_bad_update_leaves_nothing_in_the_state(tmp_path: Path) -> None:
+    """Statistics of BatchNorm, and the counts of batches and samples, are as before it."""
     (tmp_path / "normalized.py").write_text(NORMALIZED)
     line = ("-m", "hvdtrain.train", f"{tmp_path / 'normalized.py'}", "--precision=fp64")
     line += ("--epochs=1", "--global-batch-size=4", "--lr=0.1", "--seed=2", "--quiet")
-    runs = []
-    for mode, code, every in (("stop", 1, 1000), ("skip", 0, 1)):
+    for mode, code, every in (("stop", 1, 1000), ("skip", 0, 1), ("rollback", 0, 1)):
         folder = tmp_path / mode
         files = (f"--summary={folder}.json", f"--checkpoint-dir={folder}")
         saves = ("--keep=99", f"--checkpoint-every={every}")
         assert ranks(2, *line, f"--on-nan={mode}", *saves, *files).code == code
-        runs.append(json.loads(Path(f"{folder}.json").read_text()))
-    assert runs[0]["stopped"] == "diverged"
-    last = f"step-{runs[0]['steps_completed']:09}"
+    stopped = json.loads((tmp_path / "stop.json").read_text())
+    assert stopped["stopped"] == "diverged"
+    last = f"step-{stopped['steps_completed']:09}"
     assert (tmp_path / "stop" / last).is_dir()
-    tensors = [load_file(tmp_path / mode / last / "model.safetensors") for mode in ("stop", "skip")]
-    for name in ("0.running_mean", "0.running_var", "1.weight"):
-        np.testing.assert_allclose(tensors[0][name], tensors[1][name], rtol=1e-12, err_msg=name)
+    end = f"step-{9:09}"  # of ten updates one is skipped
+    for other, step in (("stop", last), ("rollback", end)):
+        for file in ("model", "training"):
+            one, two = (
+                load_file(tmp_path / mode / step / f"{file}.safetensors")
+                for mode in ("skip", other)
+            )
+            assert one.keys() == two.keys()
+            for name, value in one.items():
+                text = f"{name}, skip and {other}"
+                np.testing.assert_allclose(value, two[name], rtol=1e-12, err_msg=text)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
