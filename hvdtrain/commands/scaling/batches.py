@@ -39,10 +39,11 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 
 LINES = "batches.jsonl"
-SET = {  # options that the study sets
+SET = {  # options that the study sets, or that end runs before their last epoch
     "--global-batch-size": "use --batches",
     "--accumulate-steps": "it follows from --batches, --ranks and --batch-size",
     "--seed": "each repeat has another one",
+    "--num-steps": "each batch is trained for the same --epochs",
 }
 
 

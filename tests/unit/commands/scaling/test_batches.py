@@ -59,6 +59,7 @@ def test_a_base_batch_of_the_command_is_kept(tmp_path: Path) -> None:
         ({"target": None}, (), "--batches needs the metric to compare, e.g. --target accuracy="),
         ({"ranks": (1, 2)}, (), "--batches: use a single number of --ranks"),
         ({}, ("--seed", "3"), "--seed in the command: each repeat has another one"),
+        ({}, ("--num-steps", "30"), "--num-steps in the command: each batch is trained"),
         ({}, ("--global-batch-size=3",), "--global-batch-size in the command: use --batches"),
         ({"optimizers": ("sgd --seed 1",)}, (), "--optimizers 'sgd --seed 1': --seed is not"),
         ({"optimizers": ("sgd '",)}, (), '--optimizers "sgd \'": No closing quotation'),
