@@ -26,7 +26,7 @@ from hvdtrain.commands.study.curves import (
     read_curves,
 )
 from hvdtrain.commands.study.engine import CURVES, file_path, run_stem
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import Report, plots
 from hvdtrain.system.output.tables import message, table
@@ -133,6 +133,7 @@ def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting]
 
     Raises:
         UsageError: there is no target, no run has been evaluated, or a file cannot be written.
+        HvdtrainError: all runs failed.
     """
     if target is None:
         raise UsageError(f"{folder} has a batch-size study: use --target NAME=VALUE to report it")
@@ -145,6 +146,8 @@ def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting]
         )
     curves = read_evaluations(runs, folder, target.metric)
     results = make_results(runs, curves, settings, target)
+    if results and not any(run.summary for run in runs):
+        raise HvdtrainError(f"all runs in {folder} failed; the last one: {runs[-1].reason}")
     if not any(result.values for result in results):
         raise UsageError(
             f"--target {target.metric}={target.value:g}: no run in {folder} has an evaluation with "

@@ -15,7 +15,7 @@ from hvdtrain.commands.scaling.sweep import ScalingOptions
 from hvdtrain.commands.study import engine
 from hvdtrain.commands.study.curves import Target
 from hvdtrain.commands.study.engine import RunOutcome
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import plots
 
@@ -163,6 +163,15 @@ def test_runs_that_miss_the_target_count_in_the_median_of_the_epochs(tmp_path: P
         finish(tmp_path, setting, repeat, values)
     (row,) = batch_report.report(tmp_path, TARGET).data["rows"]
     assert row["epochs"] == 3  # not 2, as of the runs that reach it
+
+
+def test_a_study_whose_runs_all_failed_reports_why(tmp_path: Path) -> None:
+    study = make_study(options(tmp_path, optimizers=("sgd",)), WORDS)
+    variant = study.variant(BatchSetting("sgd", 16))
+    study.record(variant, 1, RunOutcome(reason="timed out", failed=True))
+    with pytest.raises(HvdtrainError, match="failed; the last one: timed out") as error:
+        batch_report.report(tmp_path, TARGET)
+    assert error.value.exit_code == 1
 
 
 def test_the_seeds_after_one_that_failed_keep_their_numbers(tmp_path: Path) -> None:
