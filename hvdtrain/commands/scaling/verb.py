@@ -98,7 +98,7 @@ def _batch_study(options: ScalingOptions, words: list[str]) -> Report:
             return study.plan.show(missing)
         with termination_as_interrupt():
             study.plan.carry_out(missing, study.record)
-    elif options.batches:
+    elif options.batches or options.optimizers or options.ranks or options.dry_run:
         raise UsageError(NO_COMMAND)
     with terminal.working("drawing and writing the results"):
         from hvdtrain.commands.scaling.batch_report import report

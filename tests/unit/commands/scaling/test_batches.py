@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +224,12 @@ def test_reports_that_cannot_be_made(tmp_path: Path) -> None:
         batch_report.report(tmp_path, Target("map", 0.2))
     assert "accuracy" in batch_report.report(tmp_path, TARGET).text
     assert (tmp_path / LINES).exists()
+
+
+@pytest.mark.parametrize("words", [["--optimizers", "sgd"], ["--ranks", "2"], ["--dry-run"]])
+def test_options_of_runs_need_a_command(
+    words: list[str], tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    finish(tmp_path, BatchSetting("sgd", 16), 1, [0.95])
+    study = ["--out", str(tmp_path), "--target", "accuracy=0.9"]
+    assert "missing command" in refused("scaling", *study, *words)
