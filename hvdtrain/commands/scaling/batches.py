@@ -157,11 +157,18 @@ class BatchStudy:
         """Append a run, or the reason for its failure, e.g. a loss that is not finite.
 
         Raises:
-            UsageError: the command is invalid.
+            UsageError: the command is invalid, or an epoch is smaller than the batch.
         """
         if outcome.invalid:
             raise UsageError(f"{variant.title}: {outcome.reason}")
         setting = next(value for value in self.settings if value.name == variant.name)
+        summary = outcome.summary or Summary()
+        updates, samples = summary.steps_completed or 0, summary.samples_trained or 0
+        if updates == summary.epochs_completed and samples < updates * setting.batch:
+            raise UsageError(
+                f"--batches {setting.batch}: more than the {samples // updates:,} samples of an "
+                "epoch; remove this batch"
+            )
         run = BatchRun(
             setting=setting,
             repeat=repeat,

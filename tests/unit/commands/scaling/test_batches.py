@@ -96,6 +96,19 @@ def test_a_seed_that_diverges_does_not_end_its_setting(
     assert recorded["16-2"].summary and not recorded["16-1"].summary
 
 
+def test_a_batch_larger_than_the_training_set_is_refused(tmp_path: Path) -> None:
+    study = make_study(options(tmp_path), WORDS)
+    variant = study.variant(BatchSetting("", 100))
+    whole, small = (
+        Summary(epochs_completed=2, steps_completed=2, samples_trained=samples)
+        for samples in (200, 180)
+    )
+    study.record(variant, 1, RunOutcome(whole))
+    with pytest.raises(UsageError, match="--batches 100: more than the 90 samples of an epoch"):
+        study.record(variant, 2, RunOutcome(small))
+    assert len(read_runs(tmp_path)) == 1
+
+
 def finish(folder: Path, setting: BatchSetting, repeat: int, values: list[float]) -> None:
     """Write the files of a run with these accuracies after each epoch."""
     study = make_study(options(folder, optimizers=(setting.optimizer,)), WORDS)
