@@ -216,11 +216,10 @@ def draw(
     most = max(result.batch for result in results)
     lines = [
         (
-            printable(result.optimizer or f"batch {most}"),
-            next((run for run in curves[BatchSetting(result.optimizer, most)].values() if run), ()),
+            printable(name or f"batch {most}"),
+            next((run for run in curves.get(BatchSetting(name, most), {}).values() if run), ()),
         )
-        for result in results
-        if result.batch == most
+        for name in dict.fromkeys(result.optimizer for result in results)
     ]
     panels = {
         "batches": partial(_draw_batches, results=results, target=target),

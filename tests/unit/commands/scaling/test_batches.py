@@ -204,7 +204,7 @@ def test_an_optimizer_has_one_colour_in_both_panels(
     variant = study.variant(BatchSetting("sgd", 16))
     study.record(variant, 1, RunOutcome(reason="the loss is nan", failed=True))
     for name in ("lars", "lamb"):
-        finish(tmp_path, BatchSetting(name, 16), 1, [0.5, 0.95])
+        finish(tmp_path, BatchSetting(name, 100), 1, [0.5, 0.95])
     figures: list[Any] = []
     monkeypatch.setattr(plots, "save", lambda figure, stem: figures.append(figure) or [])
     batch_report.report(tmp_path, TARGET)
