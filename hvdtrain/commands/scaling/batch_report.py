@@ -192,7 +192,7 @@ def _table(results: Sequence[BatchResult], target: Target) -> str:
         )
     header = ["optimizer", "batch", "updates", target.metric, "reached", "epochs to it"]
     failures = [
-        message(f"{result.optimizer} {result.batch}: {result.reason}")
+        message(f"{BatchSetting(result.optimizer, result.batch).title}: {result.reason}")
         for result in results
         if result.reason
     ]

@@ -250,4 +250,5 @@ def draw_evaluations(
     axes.set_xlim(left=0)
     axes.set_xlabel(over)
     axes.set_ylabel(f"{target.metric} (dashed: {target.value:g})")
-    axes.legend(fontsize="small")
+    if any(curve for _, curve in lines):
+        axes.legend(fontsize="small")

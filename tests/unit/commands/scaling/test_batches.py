@@ -157,7 +157,7 @@ def test_the_report(tmp_path: Path) -> None:
     for words in (
         "0.9400 (0.9300 to 0.9500)",
         "1 of 2",
-        "sgd 100: the loss is nan at step 3",
+        "sgd, global batch 100: the loss is nan at step 3",
         "largest batch that reaches accuracy 0.9, sgd: 16",
     ):
         assert words in report.text
@@ -186,6 +186,16 @@ def test_a_study_whose_runs_all_failed_reports_why(tmp_path: Path) -> None:
     with pytest.raises(HvdtrainError, match="failed; the last one: timed out") as error:
         batch_report.report(tmp_path, TARGET)
     assert error.value.exit_code == 1
+
+
+def test_a_largest_batch_that_always_fails_is_reported_without_a_warning(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    finish(tmp_path, BatchSetting("", 16), 1, [0.95])
+    variant = make_study(options(tmp_path), WORDS).variant(BatchSetting("", 100))
+    make_study(options(tmp_path), WORDS).record(variant, 1, RunOutcome(reason="loss", failed=True))
+    assert "\nglobal batch 100: loss\n" in batch_report.report(tmp_path, TARGET).text
+    assert not recwarn.list
 
 
 def test_the_seeds_after_one_that_failed_keep_their_numbers(tmp_path: Path) -> None:
