@@ -64,14 +64,15 @@ Curves = dict[BatchSetting, dict[int, list[Evaluation]]]  # of each run, by its 
 
 
 def read_evaluations(runs: Sequence[BatchRun], folder: Path, metric: str) -> Curves:
-    """Return the evaluations of each run that has not failed, by setting."""
+    """Return the evaluations by setting of each run whose last one has a (finite) metric."""
     curves: Curves = {run.setting: {} for run in runs}
     for run in runs:
         if run.summary is None:
             continue
         path = file_path(run_stem(folder, run.setting.name, run.repeat), CURVES)
         with contextlib.suppress(OSError, ValueError):
-            if read := read_curves(path):
+            read = read_curves(path)
+            if read and read.epochs and read.epochs[-1].get(f"eval_{metric}") is not None:
                 curves[run.setting][run.repeat] = evaluations(read, metric)
     return curves
 

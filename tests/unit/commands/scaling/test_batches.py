@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -123,7 +124,7 @@ def finish(folder: Path, setting: BatchSetting, repeat: int, values: list[float]
                     "step": 10 * (epoch + 1),
                     "epoch": epoch,
                     "elapsed": 2.0 * epoch,
-                    "eval_accuracy": value,
+                    "eval_accuracy": value if math.isfinite(value) else None,
                 }
             )
             + "\n"
@@ -196,6 +197,13 @@ def test_a_largest_batch_that_always_fails_is_reported_without_a_warning(
     make_study(options(tmp_path), WORDS).record(variant, 1, RunOutcome(reason="loss", failed=True))
     assert "\nglobal batch 100: loss\n" in batch_report.report(tmp_path, TARGET).text
     assert not recwarn.list
+
+
+def test_a_metric_that_is_not_finite_at_the_end_does_not_reach_the_target(tmp_path: Path) -> None:
+    for repeat, values in ((1, [0.95, math.nan]), (2, [0.5, 0.95])):
+        finish(tmp_path, BatchSetting("sgd", 16), repeat, values)
+    (row,) = batch_report.report(tmp_path, TARGET).data["rows"]
+    assert (row["values"], row["reached"], row["runs"]) == ((0.95,), 1, 2)
 
 
 def test_the_seeds_after_one_that_failed_keep_their_numbers(tmp_path: Path) -> None:
