@@ -206,6 +206,16 @@ def test_a_metric_that_is_not_finite_at_the_end_does_not_reach_the_target(tmp_pa
     assert (row["values"], row["reached"], row["runs"]) == ((0.95,), 1, 2)
 
 
+def test_another_spelling_of_an_optimizer_continues_its_runs(tmp_path: Path) -> None:
+    finish(tmp_path, BatchSetting("lars --lr 2", 16), 1, [0.95])
+    study = make_study(options(tmp_path, optimizers=("lars --lr=2",), batches=(16,)), WORDS)
+    assert [repeat for _, repeat in study.missing()] == [2]
+    finish(tmp_path, BatchSetting("lars --lr=2", 16), 2, [0.85])
+    for settings in (study.settings, ()):
+        (row,) = batch_report.report(tmp_path, TARGET, settings).data["rows"]
+        assert (row["optimizer"], row["values"]) == ("lars --lr 2", (0.95, 0.85))
+
+
 def test_the_seeds_after_one_that_failed_keep_their_numbers(tmp_path: Path) -> None:
     setting = BatchSetting("sgd", 16)
     study = make_study(options(tmp_path, optimizers=("sgd",)), WORDS)
