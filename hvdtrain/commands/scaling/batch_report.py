@@ -157,7 +157,7 @@ def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting]
     if not any(result.values for result in results):
         raise UsageError(
             f"--target {target.metric}={target.value:g}: no run in {folder} has an evaluation with "
-            "this metric at the end of an epoch; train for whole epochs, without --num-steps"
+            "this metric"
         )
     files = [folder / f"{STEM}.csv"]
     with replacing(files[0], "--out") as file:
