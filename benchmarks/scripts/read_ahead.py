@@ -36,7 +36,7 @@ def batches(options: ImageOptions, data: Path, batch: int) -> Iterator[int]:
     scale = tuple(part.to(options.device) for part in normalization())
     for epoch in itertools.count():
         for _, loaded in folder.training(Shards(folder.samples, batch).parts(epoch)):
-            yield len(network_input(copies(loaded.x), torch.float32, scale))
+            yield len(network_input(copies(loaded.x), torch.float32, scale, torch.channels_last))
 
 
 def processor_seconds() -> float:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -47,7 +47,7 @@ def hvdtrain(decoder: str = PILLOW) -> Iterator[int]:
     scale, offset = 1 / deviation, -255 * mean / deviation
     for epoch in itertools.count():
         for _, batch in folder.training(Shards(folder.samples, BATCH).parts(epoch)):
-            yield len(network_input(batch.x, torch.float32, (scale, offset)))
+            yield len(network_input(batch.x, torch.float32, (scale, offset), torch.channels_last))
 
 
 def loader() -> Iterator[int]:
@@ -96,7 +96,7 @@ def decoding() -> Iterator[int]:
         yield 1
 
 
-candidates = {
+candidates: dict[str, Callable[[], Iterator[int]]] = {
     "hvdtrain": hvdtrain,
     "dali": functools.partial(hvdtrain, DALI),
     "torchvision": loader,
