@@ -64,7 +64,7 @@ Curves = dict[BatchSetting, dict[int, list[Evaluation]]]  # of each run, by its 
 
 
 def read_evaluations(runs: Sequence[BatchRun], folder: Path, metric: str) -> Curves:
-    """Return the evaluations by setting of each run whose last one has a (finite) metric."""
+    """Return, by setting, the evaluations of each run that ends with a finite metric."""
     curves: Curves = {run.setting: {} for run in runs}
     for run in runs:
         if run.summary is None:

@@ -39,7 +39,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 
 LINES = "batches.jsonl"
-SET = {  # options that the study sets, or that end runs before their last epoch
+SET = {  # options that the study sets, or that would end its runs early
     "--global-batch-size": "use --batches",
     "--accumulate-steps": "it follows from --batches, --ranks and --batch-size",
     "--seed": "each repeat has another one",

@@ -45,8 +45,8 @@ examples:
 MEAN = (0.485, 0.456, 0.406)
 DEVIATION = (0.229, 0.224, 0.225)
 RESIZE = 256 / 224  # the shorter side before the centre crop of an evaluation, times the crop
-# An image that is longer, times its shorter side, is reduced to its middle before it is resized:
-# otherwise one of 20,000 x 2 pixels takes gigabytes.
+# Times its shorter side. Of a longer image only the middle is resized for an evaluation: otherwise
+# one of 20,000 x 2 pixels would take gigabytes.
 LONGEST = 16
 LOADERS = {"pytorch": "torch_images", "tensorflow": "tf_images"}
 
