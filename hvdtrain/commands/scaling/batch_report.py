@@ -12,7 +12,7 @@ import io
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,17 +138,12 @@ def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting]
     """
     if target is None:
         raise UsageError(f"{folder} has a batch-size study: use --target NAME=VALUE to report it")
-    known: dict[str, BatchSetting] = {}  # as first spelled, e.g. lars --lr=2 for lars --lr 2
-    runs = [
-        replace(run, setting=known.setdefault(run.setting.name, run.setting))
-        for run in read_runs(folder)
-    ]
-    if settings:
-        settings = [known.get(setting.name, setting) for setting in settings]
-    else:
+    runs = read_runs(folder)
+    if not settings:
         names = list(dict.fromkeys(run.setting.optimizer for run in runs))
+        known = {run.setting for run in runs}
         settings = sorted(
-            known.values(), key=lambda setting: (names.index(setting.optimizer), setting.batch)
+            known, key=lambda setting: (names.index(setting.optimizer), setting.batch)
         )
     curves = read_evaluations(runs, folder, target.metric)
     results = make_results(runs, curves, settings, target)

@@ -106,7 +106,9 @@ class BatchStudy:
     @property
     def settings(self) -> list[BatchSetting]:
         """The variants, in the order of the table."""
-        optimizers = self.options.optimizers or ("",)
+        # So that another spelling of an optimizer, --lr=2, is the same variant.
+        spelled = (re.sub(r"(--[\w-]+)=", r"\1 ", text) for text in self.options.optimizers)
+        optimizers = list(dict.fromkeys(spelled)) or [""]
         return [BatchSetting(name, batch) for name in optimizers for batch in self.options.batches]
 
     def variant(self, setting: BatchSetting) -> Variant:

@@ -210,7 +210,7 @@ def test_another_spelling_of_an_optimizer_continues_its_runs(tmp_path: Path) -> 
     finish(tmp_path, BatchSetting("lars --lr 2", 16), 1, [0.95])
     study = make_study(options(tmp_path, optimizers=("lars --lr=2",), batches=(16,)), WORDS)
     assert [repeat for _, repeat in study.missing()] == [2]
-    finish(tmp_path, BatchSetting("lars --lr=2", 16), 2, [0.85])
+    finish(tmp_path, *study.settings, 2, [0.85])
     for settings in (study.settings, ()):
         (row,) = batch_report.report(tmp_path, TARGET, settings).data["rows"]
         assert (row["optimizer"], row["values"]) == ("lars --lr 2", (0.95, 0.85))
