@@ -72,7 +72,7 @@ STRATEGIES = {
                 "pytorch": "hvdtrain.adapters.pytorch.horovod:HorovodAdapter",
                 "tensorflow": "hvdtrain.adapters.tensorflow.horovod:HorovodAdapter",
             },
-            launchers=WITHOUT_TORCHRUN | {HOROVODRUN},
+            launchers=WITHOUT_TORCHRUN,
             library="Horovod",
             requires={
                 "pytorch": "horovod.torch.mpi_lib_v2",

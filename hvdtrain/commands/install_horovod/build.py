@@ -130,9 +130,7 @@ class Build:
             path.mkdir(parents=True)
         assert compiler is not None
         rpaths = recipe.relative_rpaths(self.toolchain)
-        text = recipe.compiler_wrapper(compiler.argv, rpaths, workshop.header)
-        workshop.compiler.write_text(text)
-        workshop.header.write_text(recipe.DEVICE_HEADER)
+        workshop.compiler.write_text(recipe.compiler_wrapper(compiler.argv, rpaths))
         workshop.compiler.chmod(0o755)
         workshop.requirement.write_text(recipe.REQUIREMENT)
         if self.toolchain.nccl:

@@ -23,14 +23,14 @@ REQUIREMENT = f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n"  # 
 # of their files, written by `make requirements`, are for all platforms and Pythons.
 TOOLS_FILE = Path(__file__).with_name("build-tools.txt")
 BUILD_TOOLS = tuple(re.findall(r"^\S+==\S+", TOOLS_FILE.read_text(), re.MULTILINE))
-RECIPE = 2  # increment it if a change here changes the binary
+RECIPE = 3  # increment it if a change here changes the binary
 
 # The variables of Horovod's build that a user may set. Any other HOROVOD_ variable is a setting of
 # a training (or would override this recipe) and is unset in the build.
 USER_VARIABLES = (
     "HOROVOD_BUILD_ARCH_FLAGS",
-    "HOROVOD_WITHOUT_GLOO",
     "HOROVOD_WITHOUT_NVTX",
+    "HOROVOD_WITH_GLOO",
     "HOROVOD_WITH_NVTX",
 )
 FLAG_VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDAFLAGS", "NVCC_APPEND_FLAGS")
@@ -47,21 +47,6 @@ CXX_STANDARD = "-std=c++20"
 HEADERS = "-include cstdint -include string -include span"
 NO_XLA_FILE = "*/horovod/tensorflow/xla_mpi_ops.cc"
 NO_XLA = "-UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=0"
-DEVICE_FILE = "*/horovod/common/gloo/gloo_context.cc"
-# Included before that file. For its process sets, including the global one, Horovod does not set
-# the interface, and Gloo uses the address of the host's name, often 127.0.1.1.
-DEVICE_HEADER = """\
-#include <cstdlib>
-#include "gloo/transport/tcp/device.h"
-namespace gloo { namespace transport { namespace tcp {
-inline auto CreateDeviceOf(attr which) {
-  const char* interface = std::getenv("HOROVOD_GLOO_IFACE");
-  if (which.iface.empty() && interface != nullptr) which.iface = interface;
-  return CreateDevice(which);
-}
-} } }
-#define CreateDevice CreateDeviceOf
-"""
 
 
 # Horovod queries PyTorch, in a `python -c` that imports this file first, for CUDA or ROCm, and
@@ -95,7 +80,6 @@ class Workshop:
         self.tools = root / "tools"  # build tools
         self.cmake = self.tools / "cmake" / "data" / "bin" / "cmake"
         self.compiler = root / "c++"  # the wrapper around the C++ compiler
-        self.header = root / "device.h"  # DEVICE_HEADER
         self.start = root / "start"  # has NO_GPU, executed by each Python of the build
         self.cuda = root / "cuda"  # links to a toolkit of PyPI's packages
         self.nccl = root / "nccl"  # has libnccl.so, the linker name
@@ -132,7 +116,7 @@ def build_environment(
         "CXX": str(workshop.compiler),
         "CPLUS_INCLUDE_PATH": _before(headers, environ.get("CPLUS_INCLUDE_PATH")),
         "HOROVOD_CMAKE": str(workshop.cmake),
-        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 rejects the versions in Horovod and Gloo
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 rejects Horovod's version
         "MAKEFLAGS": f"-j{target.jobs}",
         "HOROVOD_WITH_MPI": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
@@ -140,6 +124,8 @@ def build_environment(
     for name in ("pytorch", "tensorflow"):
         verb = "WITH" if name in target.frameworks else "WITHOUT"
         changes[f"HOROVOD_{verb}_{name.upper()}"] = "1"
+    if environ.get("HOROVOD_WITH_GLOO") != "1":  # only `horovodrun --gloo` needs Gloo
+        changes["HOROVOD_WITHOUT_GLOO"] = "1"
     if toolchain.cpu_flags and "HOROVOD_BUILD_ARCH_FLAGS" not in environ:
         changes["HOROVOD_BUILD_ARCH_FLAGS"] = " ".join(toolchain.cpu_flags)
     changes |= cuda_environment(target, toolchain, workshop)
@@ -202,30 +188,28 @@ def relative_rpaths(toolchain: Toolchain) -> tuple[str, ...]:
     return (*(f"$ORIGIN/{os.path.relpath(path, module)}" for path in inside), *outside)
 
 
-def compiler_wrapper(compiler: Sequence[str], rpaths: Sequence[str], header: Path) -> str:
+def compiler_wrapper(compiler: Sequence[str], rpaths: Sequence[str]) -> str:
     """Return the shell script that wraps the C++ compiler.
 
     Horovod sets C++14 and C++17 and strips ``-std`` from CXXFLAGS, while PyTorch's headers need
     C++20; the last ``-std`` wins, so it is appended, and ``HEADERS`` with it. Not in calls by nvcc,
     which parses the preprocessed source by its own standard. ``xla_mpi_ops.cc`` includes headers
     that TensorFlow has moved; with the version of an old TensorFlow the file is compiled without
-    them. ``gloo_context.cc`` gets ``header``. ``-g0`` drops 120 MB of debugging symbols.
+    them. ``-g0`` drops 120 MB of debugging symbols.
     """
     call = shlex.join(compiler)
     links = " ".join(f"-Wl,-rpath,{shlex.quote(path)}" for path in rpaths)
     return f"""#!/bin/sh
 # Made by hvdtrain install-horovod.
-standard='{HEADERS} {CXX_STANDARD} -g0' links=yes version= header=
+standard='{HEADERS} {CXX_STANDARD} -g0' links=yes version=
 for argument do
     case $argument in
         -c|-E|-S|-M|-MM) links= ;;
         -D__CUDACC__*|-D__NVCC__*|*.cudafe1.cpp) standard= ;;
         {NO_XLA_FILE}) version='{NO_XLA}' ;;
-        {DEVICE_FILE}) header=yes ;;
     esac
 done
 [ -z "$links" ] || set -- {links} "$@"
-[ -z "$header" ] || set -- -include {shlex.quote(str(header))} "$@"
 exec {call} "$@" $standard $version
 """
 

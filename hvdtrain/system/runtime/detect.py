@@ -26,7 +26,7 @@ class Launcher:
 
 TORCHRUN = "torchrun"
 SPAWN = "--spawn"  # option of a trainer
-HOROVODRUN = "horovodrun"  # over Gloo; also `hvdtrain launch --elastic`
+HOROVODRUN = "horovodrun --gloo"  # supported by no strategy
 BY_HAND = "RANK and WORLD_SIZE"  # set by job scripts and Kubernetes without torchrun
 OPEN_MPI = "mpirun (Open MPI)"
 PALS = "mpiexec (Cray PALS)"

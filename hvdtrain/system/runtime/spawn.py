@@ -28,7 +28,6 @@ from typing_extensions import override
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED, UsageError
 from hvdtrain.system.runtime.command import PR_SET_PDEATHSIG
 from hvdtrain.system.runtime.detect import (
-    HOROVODRUN,
     SINGLE_RANK,
     SPAWN,
     SPAWNED_BY,
@@ -253,7 +252,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
     nothing is done, as mpirun's SIGTERM ends the shell before the rank has saved. Hydra and srun
     end their ranks themselves.
     """
-    if detect(environ).launcher in (SPAWN, TORCHRUN, HOROVODRUN) or is_ended_by_mpirun():
+    if detect(environ).launcher in (SPAWN, TORCHRUN) or is_ended_by_mpirun():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

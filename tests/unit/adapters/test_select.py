@@ -16,6 +16,7 @@ ONE_RANK = LaunchInfo("mpirun (Open MPI)", 0, 1, 0, 1)
 TWO_RANKS = LaunchInfo("mpirun (Open MPI)", 1, 2, 1, 2)
 TORCHRUN = LaunchInfo("torchrun", 0, 2, 0, 2)
 SPAWNED = LaunchInfo("--spawn", 0, 2, 0, 2)
+GLOO = LaunchInfo("horovodrun --gloo", 0, 2, 0, 2)
 
 
 NOTHING = {"single"}  # all that is installed where Horovod is not
@@ -64,6 +65,7 @@ def test_the_requested_strategy_or_one_that_is_installed(
         ("horovod", TORCHRUN, False, ["not by torchrun: use mpirun, or --strategy ddp"]),
         (None, SPAWNED, True, ["not by --spawn: use mpirun, or --strategy ddp"]),
         ("mpi", SPAWNED, True, ["not by --spawn: use mpirun, or --strategy ddp"]),
+        *((name, GLOO, True, ["not by horovodrun --gloo: use mpirun"]) for name in (None, "ddp")),
         ("magic", SINGLE_RANK, True, ["--strategy magic: choose", ", ".join(STRATEGIES)]),
     ],
 )

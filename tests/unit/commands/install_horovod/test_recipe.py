@@ -33,6 +33,7 @@ def test_build_environment_on_cpu(toolchain: Toolchain) -> None:
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "MAKEFLAGS": "-j2",
         "HOROVOD_WITH_MPI": "1",
+        "HOROVOD_WITHOUT_GLOO": "1",
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITH_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
@@ -55,6 +56,14 @@ def test_one_framework_excludes_the_other(toolchain: Toolchain) -> None:
     assert changes["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
     assert "HOROVOD_WITH_TENSORFLOW" not in changes
     assert changes["CPLUS_INCLUDE_PATH"] == "/usr/include/python3.11"
+
+
+def test_gloo_is_built_on_request(toolchain: Toolchain) -> None:
+    environ = {"HOROVOD_WITH_GLOO": "1", "HOROVOD_WITHOUT_GLOO": "1"}
+    build = Command(("x",), recipe.build_environment(BOTH, toolchain, SHOP, environ))
+    inside = build.environ(environ)
+    assert inside["HOROVOD_WITH_GLOO"] == "1"
+    assert "HOROVOD_WITHOUT_GLOO" not in inside
 
 
 def test_settings_of_a_training_and_of_an_outer_make_are_unset(toolchain: Toolchain) -> None:
@@ -172,7 +181,7 @@ def wrapped(tmp_path: Path, *arguments: str, rpaths: tuple[str, ...] = ()) -> li
     echo.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     echo.chmod(0o755)
     script = tmp_path / "wrapper"
-    script.write_text(compiler_wrapper([str(echo)], rpaths, tmp_path / "a header.h"))
+    script.write_text(compiler_wrapper([str(echo)], rpaths))
     script.chmod(0o755)
     result = subprocess.run(
         [script, *arguments], capture_output=True, text=True, check=True, timeout=20
@@ -190,7 +199,7 @@ def test_the_wrapper_includes_what_horovod_uses_without_including_it(tmp_path: P
     """As of GCC 13 the standard headers that Horovod includes do not."""
     source, script = tmp_path / "source.cc", tmp_path / "wrapper"
     source.write_text("std::string name(std::uint8_t);\n")
-    script.write_text(compiler_wrapper(["c++"], (), tmp_path / "header.h"))
+    script.write_text(compiler_wrapper(["c++"], ()))
     script.chmod(0o755)
     subprocess.run([script, "-c", source, "-o", tmp_path / "object.o"], check=True, timeout=60)
 
@@ -199,13 +208,6 @@ def test_the_wrapper_disables_xla_for_one_file(tmp_path: Path) -> None:
     off = ["-UTENSORFLOW_VERSION", "-DTENSORFLOW_VERSION=0"]
     assert wrapped(tmp_path, "-c", "/s/horovod/tensorflow/xla_mpi_ops.cc")[-2:] == off
     assert off[0] not in wrapped(tmp_path, "-c", "/s/horovod/tensorflow/mpi_ops.cc")
-
-
-def test_the_wrapper_includes_the_header_for_one_file(tmp_path: Path) -> None:
-    seen = wrapped(tmp_path, "-c", "/s/horovod/common/gloo/gloo_context.cc")
-    header = str(tmp_path / "a header.h")
-    assert seen[:2] == ["-include", header]
-    assert header not in wrapped(tmp_path, "-c", "/s/third_party/gloo/gloo/context.cc")
 
 
 def test_the_wrapper_keeps_nvccs_standard(tmp_path: Path) -> None:

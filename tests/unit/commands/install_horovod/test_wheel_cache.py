@@ -53,7 +53,7 @@ def test_the_key_depends_on_every_build_fact(toolchain: Toolchain) -> None:
         key_of(on_gpu(toolchain), NCCL),
         key_of(toolchain, BuildTarget(("pytorch",), "none", 2)),
     ]
-    keys += [key_of(toolchain, CXXFLAGS="-O1"), key_of(toolchain, HOROVOD_WITHOUT_GLOO="1")]
+    keys += [key_of(toolchain, CXXFLAGS="-O1"), key_of(toolchain, HOROVOD_WITH_GLOO="1")]
     assert len(set(keys)) == len(keys)
 
 
