@@ -11,8 +11,6 @@ from hvdtrain.steps.world import World
 
 STEP = "ProfilerStep"
 """Name of the span of an update; ``#`` and its number follow, as torch.profiler writes it."""
-COMMUNICATION = "communication: "
-"""Beginning of the name of a span in which this rank waits in a call of all ranks."""
 RANK = "distributedInfo"
 """Key of the rank in a trace, by which HolisticTraceAnalysis and others match files to ranks."""
 

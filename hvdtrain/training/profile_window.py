@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.adapters.profiler import COMMUNICATION, Profiler
+from hvdtrain.adapters.profiler import Profiler
 from hvdtrain.config.options import Options
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class ProfileWindow:
             log.warning("--profile: rank %d: %s", self.adapter.world.rank, error)
             return
         mark = self._profiler.mark
-        self.adapter.waits.mark = lambda call: mark(COMMUNICATION + call)
+        self.adapter.waits.mark = lambda call: mark(f"communication: {call}")
 
     def _begin(self, number: int) -> None:
         """End the span of an update, and begin that of the next."""

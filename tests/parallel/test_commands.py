@@ -59,7 +59,6 @@ SHORTER = (
     (re.compile(r"--study\b"), r"\g<0> --gradient-mb 0.1"),
     (re.compile(r"--stage '\$TMPDIR'"), "--stage scratch"),
     (re.compile(r"--timeline-steps 20:40"), "--timeline-steps 1:4"),
-    (re.compile(r"--profile 20:40"), "--profile 1:4"),
     (re.compile(r"--profile 20:30"), "--profile 1:2"),
     (re.compile(r"5e9"), "1e6"),
     (re.compile(r"in 1 2 4 8"), "in 2"),

@@ -1,7 +1,8 @@
-"""Timelines of real runs: a late rank, and the trainers' window of steps."""
+"""Timelines and profiles of real runs: a late rank, and the trainers' windows of steps."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.commands.timeline.profile import profile_facts
 from hvdtrain.commands.timeline.verdict import analyse
 from tests.conftest import ROOT
 from tests.parallel import resident
@@ -118,25 +118,25 @@ def test_a_window_contains_exactly_its_steps(framework: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_profile_beside_the_timeline_of_the_same_updates(framework: str, tmp_path: Path) -> None:
+def test_a_profile_contains_exactly_its_updates(framework: str, tmp_path: Path) -> None:
     path, folder = tmp_path / "timeline.json", tmp_path / "traces"
     window = ("--profile=3:7", f"--profile-dir={folder}", "--profile-ranks=1")
     summary = record(framework, tmp_path, f"--timeline={path}", "--timeline-steps=3:7", *window)
     assert [file.name for file in folder.iterdir()] == ["rank-1.json.gz"]
     assert summary["profile"] == str(folder)
     assert summary["images_per_second_mean"] > 0
-    analysis = analyse(path, keeps_steps=True)[1]
-    facts = profile_facts(folder / "rank-1.json.gz", path, analysis)
-    assert facts.rank == 1
-    assert [step.step for step in facts.steps] == [4, 5, 6, 7]
-    # The last step of a timeline is not whole.
-    assert [step.timeline_step for step in facts.steps] == [1, 2, 3, None]
-    for step in facts.steps:
-        parts = (step.computing_seconds, step.communication_seconds, step.other_seconds)
-        assert min(parts) >= 0 and step.computing_seconds > 0
-        assert sum(parts) == pytest.approx(step.seconds)
-    if framework == "pytorch":  # TensorFlow does not record the sums within a traced function
-        assert all(step.communication_seconds > 0 for step in facts.steps)
+    with gzip.open(folder / "rank-1.json.gz") as file:
+        trace = json.load(file)
+    assert trace["distributedInfo"]["rank"] == 1
+    spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    updates = [e for e in spans if e["name"].startswith("ProfilerStep#")]
+    assert {event["name"] for event in updates} == {f"ProfilerStep#{n}" for n in (4, 5, 6, 7)}
+    waits = [event for event in spans if event["name"].startswith("communication: ")]
+    for update in updates:
+        begin, end = update["ts"], update["ts"] + update["dur"]
+        assert any(event.get("cat") == "cpu_op" and begin <= event["ts"] < end for event in spans)
+        if framework == "pytorch":  # TensorFlow does not record the sums within a traced function
+            assert any(begin <= event["ts"] < end for event in waits)
 
 
 def test_other_programs_read_the_profiles(tmp_path: Path) -> None:

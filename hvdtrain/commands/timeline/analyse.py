@@ -124,7 +124,6 @@ class Analysis:
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = recorder
-        self.epoch: int | None = None  # microseconds since 1970 at time 0 of the file
         self.events = 0
         self.unfamiliar: Counter[str] = Counter()
         self.headless = 0  # ends and ticks of bars that began before the file or the slice
@@ -251,7 +250,7 @@ class Analysis:
         of_step = tensor.lasting and phase.of_step
         if of_step:
             now = time - self.since if self.working else 0
-            self.steps.submitted(tensor, time, self.times[COMMUNICATING] + now)
+            self.steps.submitted(self.times[COMMUNICATING] + now)
         if tensor.ticks:
             self.steps.negotiated(tensor.ticks, self.cycle, of_step=of_step)
 

@@ -41,7 +41,6 @@ from hvdtrain.commands.timeline.events import (
 )
 
 SLOWEST = 5  # number of steps listed individually
-MOST_KEPT = 100_000  # whole steps that are kept on request
 UNRESOLVED = 1000.0  # microseconds: the default of HOROVOD_CYCLE_TIME
 
 Ticks = list[tuple[float, str]]
@@ -152,17 +151,6 @@ class SlowStep:
 
 
 @dataclass(frozen=True)
-class WholeStep:
-    """A whole step; times are microseconds, ``states`` by state."""
-
-    step: int  # the first one of the file is 1
-    start: float  # on the clock of the file
-    ready: float  # when the last rank submitted its first tensor; the start if that is not recorded
-    end: float
-    states: list[float]
-
-
-@dataclass(frozen=True)
 class StepFacts:
     """The whole steps."""
 
@@ -251,7 +239,6 @@ class Steps:
 
     def __init__(self, step_totals: StepTotals) -> None:
         self.step_totals = step_totals
-        self.kept: list[WholeStep] | None = None  # a list: keep each whole step in it
         self.number = 1  # of the current step
         self.lateness = Lateness()  # of the whole steps, and of the last one
         self.start_up = Lateness()  # of the negotiations before them
@@ -259,15 +246,12 @@ class Steps:
         self._tensors, self._largest = 0, 0  # number of tensors of this step, of the largest one
         self._opening: Tensor | None = None  # the first tensor, until the first whole step begins
         self._start = 0.0
-        self._ready: float | None = None
         self._before: list[float] = []  # times by state when the step began
         self._overlap = 0.0  # time of communication when the last tensor was ready on all ranks
         self._reset()
 
     def _reset(self) -> None:
         self.step_totals.reset()
-        if self.kept:
-            self.kept.clear()
         self.lengths = Sample()
         self.states: list[Sample] = []  # by state, one value per step
         self.overlapped = Sample()  # communicating while some rank still had a tensor to submit
@@ -301,7 +285,7 @@ class Steps:
             self._largest = max(self._largest, self._tensors)
             self.number += 1
             self._tensors = 1
-        self._start, self._ready = time, None
+        self._start = time
         self._before, self._overlap = list(times), times[COMMUNICATING]
         self._last_ready.clear()
 
@@ -310,11 +294,9 @@ class Steps:
         self.number += self._tensors > 0
         self._tensors = 0
 
-    def submitted(self, tensor: Tensor, time: float, communicated: float) -> None:
-        """Record that ``tensor`` is ready everywhere; ``communicated``: microseconds until now."""
+    def submitted(self, communicated: float) -> None:
+        """Record that a tensor is ready everywhere; ``communicated``: microseconds until now."""
         self._overlap = communicated
-        if self._ready is None and tensor.step == self.number:
-            self._ready = time
 
     def negotiated(self, ticks: Ticks, cycle: float | None, *, of_step: bool) -> None:
         """Add the ticks of a negotiation that has ended."""
@@ -329,12 +311,8 @@ class Steps:
         self.lengths.add(length)
         self.step_totals.close()
         self.states = self.states or [Sample() for _ in times]
-        states = [now - before for before, now in zip(self._before, times, strict=True)]
-        for sample, spent in zip(self.states, states, strict=True):
-            sample.add(spent)
-        if self.kept is not None and len(self.kept) < MOST_KEPT:
-            ready = self._start if self._ready is None else self._ready
-            self.kept.append(WholeStep(self.number, self._start, ready, time, states))
+        for sample, before, now in zip(self.states, self._before, times, strict=True):
+            sample.add(now - before)
         self.overlapped.add(self._overlap - self._before[COMMUNICATING])
         self.ticked += len(self._last_ready.ready) > 1
         rank, late, spread = self._last_ready.judge()

@@ -7,7 +7,6 @@ that no name can end the script element.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from markupsafe import Markup
@@ -27,13 +26,8 @@ ROWS = 20  # of the table of tensors
 TICKS = 5  # maximum number of intervals on its axis
 
 
-def render(
-    facts: TimelineFacts,
-    analysis: Analysis,
-    recorder: Recorder,
-    profiles: Sequence[TitledTable] = (),
-) -> str:
-    """Return the text of the page; ``profiles`` are further tables."""
+def render(facts: TimelineFacts, analysis: Analysis, recorder: Recorder) -> str:
+    """Return the text of the page."""
     columns = [[round(v) for v in row] for row in analysis.history.columns(analysis.times)]
     width = analysis.history.width
     return page.render(
@@ -44,7 +38,7 @@ def render(
         code=Markup("\n".join((WEB / name).read_text() for name in SCRIPTS)),
         picture=picture(columns, width, facts.seconds),
         ticks=ticks(facts.file.begin, facts.seconds),
-        tables=[*_tables(facts), *profiles],
+        tables=_tables(facts),
         slowest=report.slowest(facts),
         cycles=report.cycles(facts),
         unseen=report.UNSEEN,

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from hvdtrain.commands.timeline import report
 from hvdtrain.commands.timeline.analyse import Recorder
-from hvdtrain.commands.timeline.profile import profile_facts
-from hvdtrain.commands.timeline.profile import table as profile_table
 from hvdtrain.commands.timeline.read import repair
 from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import UsageError
@@ -24,7 +22,6 @@ from hvdtrain.system.runtime import terminal
 EXAMPLE = """example:
   hvdtrain timeline timeline.json
   hvdtrain timeline timeline.json --html timeline.html --slice 10:20
-  hvdtrain timeline timeline.json --profile profile/rank-0.json.gz
 
 Horovod writes a timeline to the file named by HOROVOD_TIMELINE, hvdtrain's
 trainers to that of --timeline FILE. It shows which rank was late in every step
@@ -44,8 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slice_help = "time range to analyse, in seconds after the first event (default: all)"
     add("--slice", metavar="FROM:TO", help=slice_help)
     add("--diff", metavar="OTHER", type=Path, help="second timeline to compare with, by phase")
-    profile_help = "trace of --profile or torch.profiler, of the same run; may be repeated"
-    add("--profile", metavar="TRACE", type=Path, action="append", default=[], help=profile_help)
 
 
 def parse_slice(text: str | None) -> tuple[float, float] | None:
@@ -77,27 +72,21 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     span = parse_slice(arguments.slice)
     if arguments.html:
         check_installed("--html")
-        _check_page(arguments.html, [arguments.file, arguments.diff, *arguments.profile])
+        _check_page(arguments.html, [arguments.file, arguments.diff])
     recorder = Recorder() if arguments.html else None
     with terminal.working(f"reading {printable(arguments.file)}"):
-        kept = bool(arguments.profile)
-        facts, analysis = analyse(arguments.file, span, recorder, keeps_steps=kept)
+        facts, analysis = analyse(arguments.file, span, recorder)
         data = asdict(facts)
         parts = [report.text(facts)]
         if arguments.diff:
             difference = report.compare(facts, analyse(arguments.diff, span)[0])
             data["diff"] = asdict(difference)
             parts = [report.comparison(difference)]
-        profiles = [profile_facts(path, arguments.file, analysis) for path in arguments.profile]
-        tables = [profile_table(profile) for profile in profiles]
-        if profiles:
-            data["profiles"] = [asdict(profile) for profile in profiles]
-            parts += [table.text for table in tables]
         if recorder:
             from hvdtrain.commands.timeline import trace_page
             from hvdtrain.system.output import page
 
-            page.write(arguments.html, trace_page.render(facts, analysis, recorder, tables))
+            page.write(arguments.html, trace_page.render(facts, analysis, recorder))
             written = printable(arguments.html)
             parts.append(message(f"{written}: report and trace written; open it in a browser"))
         if arguments.repair:

@@ -64,8 +64,6 @@ def analyse(
     path: Path,
     span: tuple[float, float] | None = None,
     recorder: Recorder | None = None,
-    *,
-    keeps_steps: bool = False,
 ) -> tuple[TimelineFacts, Analysis]:
     """Return the facts of the timeline at ``path``, with the verdict.
 
@@ -73,14 +71,11 @@ def analyse(
         path: the file, gzipped or not.
         span: time range to analyse, in seconds since the first event.
         recorder: receives all bars and steps.
-        keeps_steps: keep each whole step in the analysis.
 
     Raises:
         UsageError: the file cannot be read, or is not a Horovod timeline.
     """
     reading, analysis = Reading(path), Analysis(recorder)
-    if keeps_steps:
-        analysis.steps.kept = []
     reported = time.monotonic()
     for events in timeline(reading, span):
         analysis.feed(events)
@@ -88,7 +83,6 @@ def analyse(
             reported = time.monotonic()
             log.info("%s: %.0f of %.0f MB", path, reading.position / 1e6, path.stat().st_size / 1e6)
     analysis.finish()
-    analysis.epoch = reading.epoch
     negotiated = any(phase.kind == NEGOTIATE for phase in analysis.rows.phases.values())
     from_horovod = reading.files or negotiated or analysis.cycle is not None or span
     if analysis.events and not from_horovod:
