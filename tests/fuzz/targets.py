@@ -26,7 +26,7 @@ from hvdtrain import cli
 from hvdtrain.adapters.select import adapter
 from hvdtrain.commands.compare import plot as compare_plot
 from hvdtrain.commands.compare import table as compare_table
-from hvdtrain.commands.compare.trials import append_trial, read_largest, read_trials
+from hvdtrain.commands.compare.trials import append_trial, read_trials
 from hvdtrain.commands.launch.hosts import find_allocation, lay_out, parse_lines
 from hvdtrain.commands.pack.packing import Packing, shard_problem
 from hvdtrain.commands.pack.source import PackOptions
@@ -474,15 +474,6 @@ def read_comparison(data: bytes, folder: Path) -> None:
     compare_table.csv_text(rows)
     compare_table.report_text("head", rows, [], "images")
     assert all(map(str.isprintable, compare_plot.names(rows)))
-
-
-def largest() -> list[bytes]:
-    return [_json({"method": asdict(DDP), "batch": batch}) + b"\n" for batch in (32, None)]
-
-
-@reader("largest", "results", largest)
-def read_largest_batches(data: bytes, folder: Path) -> None:
-    read_largest(content(folder, {"largest.jsonl": data}))
 
 
 @reader("metrics", "results")

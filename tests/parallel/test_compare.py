@@ -13,7 +13,7 @@ from tests.conftest import Outcome, run
 
 VERB = [sys.executable, "-m", "hvdtrain.cli", "compare", "--repeat", "1", "--json"]
 TRAIN = ["python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "24"]
-PLAIN = ["--compression", "none", "--dropout", "0", "--precision", "fp64", "--batch-size", "33"]
+PLAIN = ["--dropout", "0", "--precision", "fp64", "--batch-size", "33"]
 OVER_TWO = ["horovod", "ddp", "pipeline", "mpi"]
 
 

@@ -27,7 +27,7 @@ from hvdtrain.config.values import names, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.frameworks import is_installed
-from hvdtrain.system.output.text import plural, printable
+from hvdtrain.system.output.text import printable
 
 OUT = Path("compare")
 RANKS, REPEATS = 2, 3  # defaults
@@ -111,17 +111,8 @@ class CompareOptions(StudyOptions):
     frameworks: tuple[str, ...] | None = option(
         None, "deep-learning frameworks (default: that of the command)", names, metavar="F,F,..."
     )
-    batch_size: str | None = option(
-        None,
-        "search for the largest batch per rank that fits a GPU",
-        choices=("max",),
-        metavar="{max}",
-    )
     out: Path | None = option(
         None, f"{RESULTS} (default: {OUT})", Path, group="report", metavar="DIR"
-    )
-    csv: Path | None = option(
-        None, "additional file for the table", Path, group="report", metavar="FILE"
     )
 
     @property
@@ -140,7 +131,6 @@ def choose(options: CompareOptions, words: Sequence[str]) -> list[Method]:
     default = effective_value(words, "--framework") or next(iter(PACKAGES))
     frameworks = options.frameworks or (default,)
     precisions = options.precision or (effective_value(words, "--precision") or AUTO,)
-    requested = effective_value(words, COMPRESSION)
     for framework in frameworks:
         if framework not in PACKAGES:
             raise UsageError(f"--frameworks {framework}: choose from {', '.join(PACKAGES)}")
@@ -148,6 +138,8 @@ def choose(options: CompareOptions, words: Sequence[str]) -> list[Method]:
         if precision not in PRECISIONS:
             raise UsageError(f"--precision {precision}: choose from {', '.join(PRECISIONS)}")
     ranks = options.ranks or RANKS
+    requested = options.strategies or (ALL,)
+    strategies = _strategies(requested, effective_value(words, COMPRESSION) or NONE)
     methods = [
         Method(
             name,
@@ -159,15 +151,17 @@ def choose(options: CompareOptions, words: Sequence[str]) -> list[Method]:
         )
         for framework in frameworks
         for precision in precisions
-        for name, words_of_strategy in _strategies(options.strategies or (ALL,))
-        for compression, strategy_options in _compressions(name, words_of_strategy, requested)
+        for name, compression, strategy_options in strategies
     ]
     return list(dict.fromkeys(methods))
 
 
-def _strategies(requested: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return names and options, the baseline first."""
-    strategies: list[tuple[str, list[str]]] = []
+def _strategies(requested: Sequence[str], compression: str) -> list[tuple[str, str, str]]:
+    """Return the name, gradient compression and other options of each, the baseline first.
+
+    ``compression``: of the command, for strategies that support one and do not set another.
+    """
+    strategies: list[tuple[str, str, str]] = []
     for text in requested:
         try:
             name, *options = shlex.split(text)
@@ -180,26 +174,12 @@ def _strategies(requested: Sequence[str]) -> list[tuple[str, list[str]]]:
                 raise UsageError(
                     f"--strategies {text!r}: {word} is not allowed for a single strategy"
                 )
-        names = STRATEGIES if name == ALL else [name]
-        strategies += [(strategy, options) for strategy in names]
-    return sorted(strategies, key=lambda strategy: strategy != (ONE_PROCESS.name, []))
-
-
-def _compressions(
-    name: str, options: Sequence[str], requested: str | None
-) -> list[tuple[str, str]]:
-    """Return the gradient compressions of a strategy, each with its remaining options.
-
-    The compression is that of the options or the command; by default, none, and also the first
-    supported one if the strategy has no options.
-    """
-    types, compression = STRATEGIES[name].compressions, value_of(options, COMPRESSION)
-    remaining = shlex.join(without_option(options, COMPRESSION))
-    if compression is not None:
-        return [(compression, remaining)]
-    if requested is not None:
-        return [(requested if types else NONE, remaining)]
-    return [(value, remaining) for value in (NONE, *(() if remaining else types[:1]))]
+        own = value_of(options, COMPRESSION)
+        remaining = shlex.join(without_option(options, COMPRESSION))
+        for strategy in STRATEGIES if name == ALL else [name]:
+            inherited = compression if STRATEGIES[strategy].compressions else NONE
+            strategies.append((strategy, inherited if own is None else own, remaining))
+    return sorted(strategies, key=lambda strategy: strategy[::2] != (ONE_PROCESS.name, ""))
 
 
 def unavailable_reason(method: Method) -> str:
@@ -262,8 +242,3 @@ def full_label(method: Method) -> str:
     """Return the label of a method with its framework and precision."""
     parts = [method.label, method.framework, method.precision]
     return printable(" ".join(part for part in parts if part not in DEFAULTS))
-
-
-def title(method: Method) -> str:
-    """Return the label of a method with its framework, precision and ranks."""
-    return f"{full_label(method)}, {plural(method.ranks, 'rank')}"

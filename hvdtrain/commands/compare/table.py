@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.compare.methods import AUTO, Method, full_label, sent_bytes, short_label
-from hvdtrain.commands.compare.trials import Trial, read_largest
+from hvdtrain.commands.compare.trials import Trial
 from hvdtrain.commands.study.curves import (
     Evaluation,
     Target,
@@ -59,7 +59,6 @@ class MethodResult:
     target_seconds: float | None = None  # time to --target; None: not reached by every repeat
     target_speedup: float | None = None  # over one process
     setup_seconds: float | None = None  # until the end of the first update
-    largest_batch: int | None = None  # per rank, that fits
     bubble: float | None = None  # fraction of a step in which pipeline stages wait
     bubble_formula: float | None = None  # that fraction for stages of equal cost
     options: str = ""  # of this strategy only
@@ -102,7 +101,6 @@ def make_rows(
     methods = methods or list(dict.fromkeys(trial.method for trial in trials))
     requested = max((trial.repeat for trial in trials), default=0)
     curves = read_all_curves(trials, folder) if folder is not None else {}
-    largest = {entry.method: entry.batch for entry in (read_largest(folder) if folder else ())}
     rows = {}
     for method in methods:
         row = _row(method, [trial for trial in trials if trial.method == method], requested)
@@ -110,7 +108,7 @@ def make_rows(
         seconds = None
         if target is not None and not row.reason:
             seconds = median_seconds(target, [evaluations(run, target.metric) for run in repeats])
-        rows[method] = replace(row, target_seconds=seconds, largest_batch=largest.get(method))
+        rows[method] = replace(row, target_seconds=seconds)
     _compare_with_baseline(rows, {key: loss_curve(run) for key, run in curves.items()})
     return list(rows.values())
 
@@ -280,7 +278,6 @@ COLUMNS = (
     Column(
         "loss", "loss_distance", TWO_DIGITS, "largest difference of the training loss from single"
     ),
-    Column("largest", "largest_batch", "{:,}".format, "largest batch per rank that fits"),
     Column("to target", "target_seconds", duration, "from the first update, with evaluations"),
     Column("by target", "target_speedup", TWO_DECIMALS, "speed-up in the time to the target"),
     Column("set-up", "setup_seconds", duration, "from the start of a rank to its first step"),

@@ -1,15 +1,10 @@
-"""The variants of a comparison: one training by several methods, and the records of its runs.
-
-With ``--batch-size max`` also the largest batch per rank of each method, by trial on its GPUs:
-there running out of memory ends only the process itself, whereas on a host it may end others.
-"""
+"""The variants of a comparison: one training by several methods, and the records of its runs."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +15,12 @@ from hvdtrain.commands.compare.methods import (
     CompareOptions,
     Method,
     choose,
+    full_label,
     method_words,
-    title,
     unavailable_reason,
 )
 from hvdtrain.commands.study import engine, records
-from hvdtrain.commands.study.command_options import (
-    check_measurable,
-    global_batch,
-    value_of,
-    without_option,
-)
+from hvdtrain.commands.study.command_options import check_measurable, global_batch, value_of
 from hvdtrain.commands.study.engine import (
     HostShare,
     Plan,
@@ -39,18 +29,12 @@ from hvdtrain.commands.study.engine import (
     RunOutcome,
     Variant,
     find_share,
-    launch_command,
-    measure,
 )
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
+from hvdtrain.system.output.text import plural
 
-log = logging.getLogger(__name__)
-
-LINES, LARGEST = "compare.jsonl", "largest.jsonl"
-RUNS = ".largest"  # hidden from `hvdtrain report`: these runs are not measurements
-STEPS = 2  # of each run: from the second step on, the memory is constant
-FINE = 8  # the search ends within 1 / FINE of the largest batch
+LINES = "compare.jsonl"
 
 
 @dataclass(frozen=True)
@@ -103,16 +87,16 @@ class Comparison:
     @property
     def plan(self) -> Plan:
         """The runs: the methods in turn (A B A B)."""
-        variants = tuple(self.variant(method, self.batch) for method in self.methods)
+        variants = tuple(map(self._variant, self.methods))
         repeats = self.options.repeat or REPEATS
         return Plan(self.options.folder, variants, repeats, self.options.timeout)
 
-    def variant(self, method: Method, batch: int) -> Variant:
-        """Return the variant of a method, with a global batch."""
-        words = method_words(self.words, method, batch)
+    def _variant(self, method: Method) -> Variant:
+        words = method_words(self.words, method, self.batch)
         bind = not method.uses_all_devices
         request = self.share.request(self.options, method.ranks, words, bind=bind)
-        return Variant(method.name, title(method), request, unavailable_reason(method))
+        title = f"{full_label(method)}, {plural(method.ranks, 'rank')}"
+        return Variant(method.name, title, request, unavailable_reason(method))
 
     def missing(self) -> list[Planned]:
         """Return the runs that are not complete, in order.
@@ -191,82 +175,3 @@ def make_comparison(options: CompareOptions, words: Sequence[str]) -> Comparison
     methods = tuple(choose(options, words))
     share = find_share(options, (ranks,))
     return Comparison(options, tuple(words), methods, global_batch(words, ranks), share)
-
-
-@dataclass(frozen=True)
-class LargestBatch:
-    """The largest batch per rank of a method."""
-
-    method: Method
-    batch: int | None  # None: unknown
-
-
-def search(fits: Callable[[int], bool], start: int, most: int) -> int:
-    """Return the largest batch that fits, within 1 / FINE; 0 if none fits.
-
-    Args:
-        fits: returns whether a batch fits; every smaller batch then fits, too.
-        start: the first batch to try, then doubled.
-        most: upper limit.
-    """
-    low, high = 0, min(start, most)
-    while fits(high):
-        low = high
-        if low == most:
-            return low
-        high = min(2 * high, most)
-    while high - low > max(1, low // FINE):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def find_largest(comparison: Comparison) -> None:
-    """Search the largest batch of each method that has run on GPUs; record each result."""
-    folder = comparison.options.folder
-    complete = {largest.method for largest in read_largest(folder)}
-    summaries = {trial.method: trial.summary for trial in read_trials(folder) if trial.summary}
-    for method, summary in summaries.items():
-        if method not in comparison.methods or method in complete:
-            continue
-        if not (summary.environment or {}).get("gpus_of_this_host"):
-            log.warning("%s: --batch-size max needs a GPU; not searched", title(method))
-            continue
-        log.info("%s: the largest batch", title(method))
-        batch = _search(comparison, method, summary)
-        content = records.encode(LargestBatch(method, batch))
-        records.append(folder / LARGEST, content, _largest)
-        log.info("    %s", batch or "unknown")
-
-
-def read_largest(folder: Path) -> list[LargestBatch]:
-    """Return the largest batches found in a comparison's directory."""
-    return records.read(folder / LARGEST, _largest, "search for the largest batch")
-
-
-def _largest(content: Any) -> LargestBatch:
-    return records.decode(LargestBatch, content)
-
-
-def _search(comparison: Comparison, method: Method, summary: Summary) -> int | None:
-    """Return the largest batch per rank by short runs; None if none fits.
-
-    Raises:
-        HvdtrainError: a run failed for another reason.
-    """
-    options = comparison.options
-
-    def fits(batch: int) -> bool:
-        variant = comparison.variant(method, batch * method.ranks)
-        words = [*without_option(variant.request.words, "--num-steps"), "--num-steps", str(STEPS)]
-        stem = options.folder / RUNS / f"{method.name}-{batch}"
-        command = launch_command(replace(variant.request, words=words), stem)
-        outcome = measure(command, stem, options.timeout, f"batch {batch} per rank")
-        if outcome.failed:
-            reason = f"with a batch of {batch} per rank: {outcome.reason}"
-            raise HvdtrainError(f"{title(method)}, {reason}")
-        return outcome.summary is not None
-
-    share = max(1, comparison.batch // method.ranks)
-    most = max(share, (summary.training_samples or share) // method.ranks)
-    return search(fits, share, most) or None

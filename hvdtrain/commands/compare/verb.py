@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from hvdtrain.commands.compare.methods import CompareOptions, Method
-from hvdtrain.commands.compare.trials import LINES, find_largest, make_comparison, read_trials
+from hvdtrain.commands.compare.trials import LINES, make_comparison, read_trials
 from hvdtrain.commands.study.command_options import NO_COMMAND
 from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
@@ -60,11 +60,9 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             log.info("%s%s; time estimate after the first run", plural(runs, "run"), hint)
         with termination_as_interrupt():  # the ranks must not outlive this process
             comparison.plan.carry_out(missing, comparison.record)
-            if options.batch_size:
-                find_largest(comparison)
     else:
         chosen = (options.strategies, options.precision, options.frameworks, options.ranks)
-        if any((*chosen, options.repeat, options.batch_size, options.dry_run)):
+        if any((*chosen, options.repeat, options.dry_run)):
             raise UsageError(NO_COMMAND)
     with terminal.working("drawing and writing the results"):
         return report(options, methods)
@@ -92,10 +90,9 @@ def report(options: CompareOptions, methods: Sequence[Method] | None = None) -> 
     if methods is not None:
         trials = [trial for trial in trials if trial.method in methods]
     rows = table.make_rows(trials, methods, folder, target)
-    files = [folder / f"{table.STEM}.csv", *([options.csv] if options.csv else [])]
-    for file in files:
-        with replacing(file) as out:
-            out.write(table.csv_text(rows).encode(errors="replace"))
+    files = [folder / f"{table.STEM}.csv"]
+    with replacing(files[0]) as out:
+        out.write(table.csv_text(rows).encode(errors="replace"))
     lines = table.evaluated(trials, folder, target) if target else []
     unit = unit_of(trial.summary for trial in trials)
     files += plot.draw(rows, folder / table.STEM, lines, target, unit)

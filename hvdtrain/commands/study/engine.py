@@ -118,9 +118,15 @@ class Plan:
         return [run for run in self.runs() if (run[0].name, run[1]) not in completed]
 
     def command(self, variant: Variant, repeat: int) -> Command:
-        """Return the launcher's command for one run; see ``launch_command``."""
-        request = replace(variant.request, words=[*variant.request.words, *self.words(repeat)])
-        return launch_command(request, run_stem(self.folder, variant.name, repeat))
+        """Return the launcher's command for one run.
+
+        Raises:
+            UsageError: the ranks do not fit on the hosts, or there is no MPI.
+        """
+        stem = run_stem(self.folder, variant.name, repeat)
+        files = [f"--summary={file_path(stem, SUMMARY)}", f"--metrics={file_path(stem, CURVES)}"]
+        words = [*variant.request.words, *self.words(repeat), *files]
+        return prepare(replace(variant.request, words=words), os.environ).command
 
     def show(self, missing: Sequence[Planned]) -> Report:
         """Return the commands of the runs, for ``--dry-run``."""
@@ -181,16 +187,6 @@ def run_stem(folder: Path, name: str, repeat: int) -> Path:
 def file_path(stem: Path, suffix: str) -> Path:
     """Return the path of a file of a run: ``stem`` with a suffix."""
     return stem.with_name(stem.name + suffix)
-
-
-def launch_command(request: Request, stem: Path) -> Command:
-    """Return the launcher's command for a run that writes its files at ``stem``.
-
-    Raises:
-        UsageError: the ranks do not fit on the hosts, or there is no MPI.
-    """
-    files = [f"--summary={file_path(stem, SUMMARY)}", f"--metrics={file_path(stem, CURVES)}"]
-    return prepare(replace(request, words=[*request.words, *files]), os.environ).command
 
 
 def make_folder(folder: Path) -> None:

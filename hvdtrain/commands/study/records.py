@@ -24,13 +24,13 @@ INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recur
 
 
 def encode(record: Any) -> dict[str, object]:
-    """Return the JSON of a dataclass; a ``summary`` is that of a trainer, null for NaN."""
+    """Return the JSON of a dataclass; its ``summary`` is that of a trainer, null for NaN."""
     content = dataclasses.asdict(record)
-    return {**content, "summary": record.summary.to_json()} if content.get("summary") else content
+    return {**content, "summary": record.summary.to_json()} if content["summary"] else content
 
 
 def decode(kind: type[Record], content: Any) -> Record:
-    """Return the dataclass in the JSON of a line; a ``summary`` is checked as that of a trainer.
+    """Return the dataclass in the JSON of a line; its ``summary`` is checked as a trainer's.
 
     Raises:
         ValueError, KeyError, TypeError: naming a key that is missing, unknown or of another type.
@@ -38,8 +38,6 @@ def decode(kind: type[Record], content: Any) -> Record:
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := set(content) - known:
         raise ValueError(f"unknown key {min(unknown)}")
-    if "summary" not in known:
-        return msgspec.convert(content, kind)
     summary = content["summary"]
     record: Any = msgspec.convert({**content, "summary": {}}, kind)
     parsed = None if summary is None else Summary.from_json(summary)

@@ -1,36 +1,19 @@
-"""The runs of a comparison: the missing ones, their records, and the search of a batch."""
+"""The runs of a comparison: the missing ones, and their records."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hvdtrain import cli
-from hvdtrain.commands.compare import trials
 from hvdtrain.commands.compare.methods import CompareOptions
-from hvdtrain.commands.compare.trials import (
-    FINE,
-    LARGEST,
-    LINES,
-    Comparison,
-    append_trial,
-    find_largest,
-    read_trials,
-    search,
-)
+from hvdtrain.commands.compare.trials import LINES, Comparison, append_trial, read_trials
 from hvdtrain.commands.study.engine import HostShare, RunOutcome
-from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.steps.summary import Summary
+from hvdtrain.errors import UsageError
 from tests.studies import DDP, SINGLE, WORDS, trial, unavailable_trial
-
-SIZES = st.integers(1, 10_000)
 
 
 def comparison(folder: Path, *, repeats: int = 2, batch: int = 64) -> Comparison:
@@ -89,7 +72,7 @@ def test_dry_run_shows_the_command_of_each_run(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("hvdtrain.commands.compare.methods.is_installed", lambda name: True)
     words = ("--strategies", "single,mpi", "--repeat", "2", "--dry-run", "--out", str(tmp_path))
-    command = ("python", "-m", "hvdtrain.mnist", "--compression", "none", "--batch-size", "8")
+    command = ("python", "-m", "hvdtrain.mnist", "--batch-size", "8")
     assert cli.main(["compare", *words, "--", *command]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.partition("--summary=")[2].split()[0] for line in shown] == [
@@ -120,50 +103,3 @@ def test_dry_run_shows_the_command_of_each_run(
 )
 def test_wrong_use_is_reported(words: list[str], message: str, refused: Callable[..., str]) -> None:
     assert message in refused("compare", *words)
-
-
-@given(threshold=st.integers(0, 10_000), start=SIZES, most=SIZES)
-def test_the_search_returns_a_batch_that_fits(threshold: int, start: int, most: int) -> None:
-    tried = []
-
-    def fits(batch: int) -> bool:
-        tried.append(batch)
-        return batch <= threshold
-
-    batch = search(fits, start, most)
-    assert batch <= min(threshold, most)
-    assert max(tried) <= most
-    assert batch + max(1, batch // FINE) >= min(threshold, most)
-    assert len(tried) == len(set(tried)) <= 30
-
-
-def test_the_largest_batch_is_searched_on_gpus_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    environment = {"gpus_of_this_host": ["a GPU"]}
-    append_trial(tmp_path, trial(SINGLE))
-    append_trial(tmp_path, trial(DDP, environment=environment, training_samples=1500))
-    tried = []
-
-    def measured(command: Any, stem: Path, timeout: float | None, label: str) -> RunOutcome:
-        tried.append(stem.name)
-        fits = int(stem.name.rpartition("-")[2]) <= 200
-        return RunOutcome(Summary()) if fits else RunOutcome(reason="does not fit in memory")
-
-    monkeypatch.setattr(trials, "measure", measured)
-    monkeypatch.setattr(trials, "launch_command", lambda request, stem: request.words)
-    find_largest(comparison(tmp_path))
-    assert "single pytorch, 1 rank: --batch-size max needs a GPU" in caplog.text
-    assert tried[:4] == [f"{DDP.name}-{batch}" for batch in (32, 64, 128, 256)]
-    (line,) = (tmp_path / LARGEST).read_text().splitlines()
-    content = json.loads(line)
-    assert content["method"] == vars(DDP)
-    assert 200 - 200 // FINE <= content["batch"] <= 200
-    tried.clear()
-    find_largest(comparison(tmp_path))
-    assert tried == []  # it is known
-    (tmp_path / LARGEST).unlink()
-    failed = RunOutcome(reason="exit code 1", failed=True)
-    monkeypatch.setattr(trials, "measure", lambda *_: failed)
-    with pytest.raises(HvdtrainError, match="with a batch of 32 per rank: exit code 1"):
-        find_largest(comparison(tmp_path))
