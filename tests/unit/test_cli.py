@@ -218,8 +218,6 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     [
         "report private",
         "report private/run",
-        "doctor --data private",
-        "doctor --data private/data",
         "verify --script private/train.py",
         "pack private out",
         "pack private/data out",

@@ -15,16 +15,7 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from hvdtrain.commands.doctor.checks import (
-    data,
-    files,
-    hosts,
-    loading,
-    machine,
-    mpi,
-    ranks,
-    software,
-)
+from hvdtrain.commands.doctor.checks import files, hosts, loading, machine, mpi, ranks, software
 from hvdtrain.commands.doctor.findings import ERROR, WARNING, Finding, count, findings_text, summary
 from hvdtrain.commands.doctor.rank_report import WorldReport
 from hvdtrain.commands.install_horovod import toolchain
@@ -41,7 +32,6 @@ from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import Command, CommandResult, run
-from hvdtrain.workloads.data.image_folder import ImageFolder
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +64,11 @@ def report(
     findings: Sequence[Finding],
     world: WorldReport | None,
     times: ranks.AllreduceTimes | None,
-    measured: data.Measured | None,
 ) -> Report:
-    """Return the tables of findings, allreduce times and data, and the same as JSON data."""
+    """Return the tables of findings and allreduce times, and the same as JSON data."""
     parts = [findings_text(findings)]
     if times:
         parts.append(ranks.allreduce_text(times))
-    if measured and measured.seconds:
-        parts.append(data.data_text(measured))
     parts.append(summary(findings))
     errors = count(findings, ERROR)
     result = {
@@ -91,7 +78,6 @@ def report(
         "findings": [asdict(finding) for finding in findings],
         "ranks": asdict(world) if world else None,
         "allreduce": asdict(times) if times else None,
-        "data": measured.as_dict() if measured else None,
     }
     return Report("\n\n".join(parts), result, EXIT_FAILURE if errors else EXIT_OK)
 
@@ -145,28 +131,6 @@ def _batch(environ: Mapping[str, str], request: Request | None) -> hosts.BatchSy
     if request is None or not (request.hosts or request.hostfile):
         return batch
     return replace(batch, allocation=choose_hosts(request.hosts, request.hostfile, environ))
-
-
-def check_data(
-    directory: Path,
-    images: ImageFolder | Finding,
-    request: Request | None,
-    environ: Mapping[str, str],
-) -> tuple[list[Finding], data.Measured | None]:
-    """Measure how fast the images of ``directory`` are read on this host, and judge it.
-
-    A rank planned on this host has its share of the cores; on a host with GPUs, one of a GPU.
-    """
-    measured = images if isinstance(images, Finding) else data.measure(directory, images)
-    if isinstance(measured, Finding):
-        return [measured], None
-    driver = gpus.find_driver()
-    shares = gpu_count = len(driver.gpus) if driver else 0
-    if request and not gpu_count:
-        allocation = _batch(environ, request).allocation
-        shares = hosts.ranks_here(request, allocation, network.local_names())
-    cores = max(1, int(find_resources().usable_cores / (shares or 1)))
-    return list(data.data_findings(measured, cores=cores, gpu=gpu_count > 0)), measured
 
 
 def check_ranks(

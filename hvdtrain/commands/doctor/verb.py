@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 from hvdtrain.commands.launch.prepare import Request, add_host_options
 from hvdtrain.config.values import positive
@@ -19,8 +18,6 @@ from hvdtrain.system.runtime.command import termination_as_interrupt
 EPILOG = """example:
   hvdtrain doctor          check this host; start no ranks
   hvdtrain doctor -n 4     also check 4 ranks and the speed of their allreduce
-  hvdtrain doctor --data ~/imagenet
-                           also measure the speed of reading its images
   hvdtrain doctor --json   for programs
 
 The exit code is 1 if a finding is an error. 'absent' is not an error.
@@ -38,13 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of ranks to start as with `hvdtrain launch -n N`, to check them and to time "
         "allreduce (default: none)",
     )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="dataset whose reading speed is measured on a sample of its images: images/s per "
-        "core, and the time of each stage (takes seconds)",
-    )
     add_host_options(parser.add_argument_group("hosts of the ranks of -n"))
     parser.add_argument(
         "--dry-run", action="store_true", help="print the commands of -n without running them"
@@ -60,9 +50,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     """
     # Slow to import, and not needed for --help.
     from hvdtrain.commands.doctor import diagnosis
-    from hvdtrain.commands.doctor.checks import data
 
-    count, directory, environ = arguments.ranks, arguments.data, dict(os.environ)
+    count, environ = arguments.ranks, dict(os.environ)
     host_options = {name: getattr(arguments, name) for name in ("ppn", "hosts", "hostfile")}
     if count is None and any(host_options.values()):
         raise UsageError("--ppn, --hosts and --hostfile need -n N: they place its ranks")
@@ -71,16 +60,11 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         commands = diagnosis.commands(request, environ) if request else []
         lines = [command.show() for command in commands]
         return Report("\n".join(lines), {"ok": True, "commands": lines})
-    # Before all checks: it rejects an invalid directory.
-    images = data.find(directory) if directory else None
     with terminal.working("checking this host and its software"):
         findings = list(diagnosis.check_host(environ, request))
-    world = times = measured = None
+    world = times = None
     if request:
         with termination_as_interrupt():
             more, world, times = diagnosis.check_ranks(request, environ)
         findings += more
-    if images:
-        more, measured = diagnosis.check_data(directory, images, request, environ)
-        findings += more
-    return diagnosis.report(findings, world, times, measured)
+    return diagnosis.report(findings, world, times)

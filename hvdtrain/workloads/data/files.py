@@ -114,14 +114,6 @@ class Files(ABC):
         """Advise the system that these files are read next."""
 
     @abstractmethod
-    def forget(self, index: int) -> None:
-        """Drop the file from the system's page cache, unless it is in a memory file system.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-
-    @abstractmethod
     def take(self, indices: Indices) -> Files:
         """Return those at ``indices``, in this order."""
 
@@ -143,11 +135,6 @@ class FolderFiles(Files):
     @override
     def is_regular(self, index: int) -> bool:
         return is_regular(Path(self.name(index)))
-
-    @override
-    def forget(self, index: int) -> None:
-        with self.open(index) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     @override
     def take(self, indices: Indices) -> FolderFiles:
@@ -187,13 +174,7 @@ class PackedFiles(Files):
 
     @override
     def will_need(self, indices: Sequence[int]) -> None:
-        members = (self._samples.member(self._sample(index)) for index in indices)
-        self.pack.advise(members, os.POSIX_FADV_WILLNEED)
-
-    @override
-    def forget(self, index: int) -> None:
-        member = self._samples.member(self._sample(index))
-        self.pack.advise([member], os.POSIX_FADV_DONTNEED)
+        self.pack.will_need(self._samples.member(self._sample(index)) for index in indices)
 
     @override
     def take(self, indices: Indices) -> PackedFiles:

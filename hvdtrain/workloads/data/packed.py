@@ -197,12 +197,12 @@ class Pack:
             done += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def advise(self, members: Iterable[Member], advice: int) -> None:
-        """Advise the system on the use of ``members``, by ``posix_fadvise``."""
+    def will_need(self, members: Iterable[Member]) -> None:
+        """Advise the system that ``members`` are read next."""
         for member in members:
             path = os.fspath(self.folder / self.contents.shards[member.shard].name)
             handle = _opened(path).handle
-            os.posix_fadvise(handle, member.offset, member.size, advice)
+            os.posix_fadvise(handle, member.offset, member.size, os.POSIX_FADV_WILLNEED)
 
 
 @functools.lru_cache(maxsize=4)  # a worker receives one per split

@@ -35,9 +35,9 @@ def test_the_summary_counts() -> None:
 
 def test_only_an_error_fails() -> None:
     fine = [Finding("a", OK, ""), Finding("b", WARNING, ""), Finding("c", ABSENT, "")]
-    codes = [report(found, None, None, None).exit_code for found in ([], fine)]
+    codes = [report(found, None, None).exit_code for found in ([], fine)]
     assert codes == [0, 0]
-    assert report([*fine, Finding("d", ERROR, "")], None, None, None).exit_code == 1
+    assert report([*fine, Finding("d", ERROR, "")], None, None).exit_code == 1
 
 
 def test_a_path_is_not_wrapped_in_a_file() -> None:
