@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
-from tests.conftest import ROOT, Outcome, on_demand, run
+from tests.conftest import Outcome, on_demand
 from tests.containers.manifests import job, manifests, services, variables
 
 TRAINED = "images in 60 steps"
@@ -89,14 +88,3 @@ def test_the_hosts_of_compose(tmp_path: Path) -> None:
     with pods(tmp_path, names) as two:
         outcome = two.run(two.on(1, *containers["host1"]["command"]))
     assert_trained(outcome, 4)
-
-
-@on_demand
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
-def test_the_image_is_built_in_a_clean_root_and_trains() -> None:
-    outcome = run(["python", "-m", "tests.containers.build"], timeout=1500)
-    if "debootstrap is missing" in outcome.err:
-        pytest.skip(outcome.err.splitlines()[-1])
-    assert outcome.code == 0, outcome.out + outcome.err
-    assert "all of it worked" in outcome.out
-    assert str(ROOT) not in outcome.out

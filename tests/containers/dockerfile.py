@@ -1,4 +1,4 @@
-"""Read a Dockerfile: its stages, and the instructions of each with their variables filled in.
+"""Read a Dockerfile: its stages, and the instructions of each.
 
 It knows the part of the language that containers/Dockerfile uses (docs.docker.com/reference/
 dockerfile), and refuses the rest.
@@ -7,7 +7,6 @@ dockerfile), and refuses the rest.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -41,10 +40,8 @@ class Stage:
         return [instruction for instruction in self.instructions if instruction.word == word]
 
 
-def parse(text: str, arguments: Mapping[str, str] | None = None) -> dict[str, Stage]:
+def parse(text: str) -> dict[str, Stage]:
     """Return the stages of a Dockerfile by name, in their order.
-
-    ``arguments`` are those of `--build-arg`, for each ARG before the first FROM.
 
     Raises:
         ValueError: an instruction is unknown here; the message has its line.
@@ -54,30 +51,20 @@ def parse(text: str, arguments: Mapping[str, str] | None = None) -> dict[str, St
     for instruction in _instructions(text):
         location = f"line {instruction.line}: {instruction.shown}"
         if instruction.word == "FROM":
-            match = _STAGE.fullmatch(fill_in(instruction.text, values))
+            base = _VARIABLE.sub(lambda match: values[match[1] or match[2]], instruction.text)
+            match = _STAGE.fullmatch(base)
             if not match:
                 raise ValueError(f"{location}: must be FROM IMAGE AS NAME")
             name = match[2] or str(len(stages))
             stages[name] = Stage(name, match[1])
         elif not stages:
             name, _, default = instruction.text.partition("=")
-            values[name] = (arguments or {}).get(name, default)
+            values[name] = default
         elif instruction.word in KNOWN and "<<" not in instruction.text:
             list(stages.values())[-1].instructions.append(instruction)
         else:
             raise ValueError(f"{location}: {instruction.word} is unknown here")
     return stages
-
-
-def fill_in(text: str, variables: Mapping[str, str]) -> str:
-    """Return ``text`` with its `$NAME` and `${NAME}` replaced; an unset variable is empty."""
-    return _VARIABLE.sub(lambda match: variables.get(match[1] or match[2], ""), text)
-
-
-def pairs(instruction: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an ENV or an ARG; an ARG without a value is none."""
-    words = [fill_in(word, variables) for word in shlex.split(instruction.text)]
-    return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def needed(stages: Mapping[str, Stage], target: str) -> list[str]:
