@@ -3,7 +3,6 @@
 python -m benchmarks.ratios resnet --framework pytorch --repeats 7
 python -m benchmarks.ratios mnist --repeats 3 --data ../shared/data/mnist [--only "by hand"]
 python -m benchmarks.ratios strategies --repeats 7 [--only "ddp" "plain DDP"]
-python -m benchmarks.ratios stages --repeats 5 [--only "ddp" "8 micro-batches"]
 python -m benchmarks.ratios images --repeats 7 --data ~/photographs
 python -m benchmarks.ratios packed --repeats 5 --data ~/photographs [--only cold]
 python -m benchmarks.ratios pi --repeats 5
@@ -17,7 +16,6 @@ images takes timm's loader along where timm can be imported. It is not among the
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
 import json
 import os
@@ -141,35 +139,6 @@ def strategies(options: argparse.Namespace) -> None:
     alternate(wanted, options.repeats, next(iter(wanted)))
 
 
-def stages(options: argparse.Namespace) -> None:
-    """ResNet-18, 32 images, two ranks: two stages with more and more micro-batches, and DDP.
-
-    Images/s, and in parentheses the bubble: as measured, and by formula.
-    """
-    line = [
-        *("--model=resnet18", "--precision=fp32", "--synthetic", "--global-batch-size=32"),
-        *(f"--num-steps={options.steps + 5}", "--quiet"),
-    ]
-
-    def measure(*arguments: str) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "summary.json")
-            words = ("-m", "hvdtrain.resnet", *line, *arguments, f"--summary={file}")
-            start(command(2, *words)).communicate(timeout=900)
-            summary = json.loads(file.read_text())
-        if bubble := summary.get("bubble"):
-            print(f"({bubble['measured']:.3f}, by formula {bubble['formula']:.3f}) ", end="")
-        return float(summary["images_per_second_mean"])
-
-    candidates: dict[str, Measure] = {"ddp": lambda: measure("--strategy=ddp")}
-    for number in (1, 2, 4, 8, 16, 32):
-        asked = ("--strategy=pipeline", f"--micro-batches={number}")
-        name = f"{number} micro-batch{'es' * (number > 1)}"
-        candidates[name] = functools.partial(measure, *asked)
-    wanted = {k: v for k, v in candidates.items() if k in options.only or not options.only}
-    alternate(wanted, options.repeats, next(iter(wanted)))
-
-
 def images(options: argparse.Namespace) -> None:
     """Reading images in one process: against others' loaders, and decoding alone."""
     names = ["hvdtrain", "torchvision", "timm", "decoding"]
@@ -285,7 +254,6 @@ def first_step(options: argparse.Namespace) -> None:
 STUDIES = {
     "resnet": resnet,
     "strategies": strategies,
-    "stages": stages,
     "mnist": mnist,
     "images": images,
     "packed": packed,

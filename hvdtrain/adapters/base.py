@@ -161,11 +161,11 @@ class Adapter(ABC):
     ) -> Path | Save:
         """Step 7: write a checkpoint atomically; all ranks call it.
 
-        Rank 0 writes; with ``zero`` and ``fsdp`` every rank, with ``pipeline`` the first group.
+        Rank 0 writes; with ``zero`` and ``fsdp`` every rank.
 
         Args:
             directory: directory of the checkpoints, in which rank 0 reads and writes; all ranks do
-                with ``zero``, ``fsdp``, ``pipeline`` and in elastic jobs.
+                with ``zero``, ``fsdp`` and in elastic jobs.
             model: model whose parameters and buffers are saved.
             optimizer: optimizer whose state is saved.
             state: JSON values to restore. ``step`` (int) is required and must grow from save to

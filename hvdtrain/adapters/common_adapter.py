@@ -25,7 +25,6 @@ from hvdtrain.steps import metrics
 from hvdtrain.steps.integrity import Device, RankFacts
 from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Shards
-from hvdtrain.steps.summary import Bubble, StepSplit
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine import gpus, network
 from hvdtrain.system.machine.gpus import GpuMeter
@@ -127,9 +126,6 @@ class CommonAdapter(StateAdapter):
         """Compile the task's model to kernels of the framework."""
         task.compile()
 
-    def check_precision(self, precision: str) -> None:
-        """Raise ``UsageError``, on every rank, if the strategy cannot train in ``precision``."""
-
     def use_tf32(self, wanted: bool) -> None:
         """Enable or disable TF32 for fp32 multiplications on a GPU."""
 
@@ -216,10 +212,6 @@ class CommonAdapter(StateAdapter):
         messages = (Counter(sums.messages) for sums in self.gradient_sums if sums.messages)
         return dict(sum(messages, Counter())) or None
 
-    def bubble(self, split: StepSplit | None) -> Bubble | None:
-        """Return the share of time that pipeline stages wait for one another; None: no stages."""
-        return None
-
     @property
     def peak_memory_bytes(self) -> int:
         """Peak memory of this rank: of its GPU, on a CPU resident memory; 0: unknown.
@@ -304,7 +296,7 @@ class CommonAdapter(StateAdapter):
                         "rank 0's: use the same data on every host, in the same order"
                     )
                 )
-        rank, size = self.world.data_rank, self.world.data_size
+        rank, size = self.world.rank, self.world.size
         self._shards = Shards(samples, global_batch, seed, rank, size, on_begin=self.begin_part)
         self._shards.on_end = self.end_part
         return self._shards
@@ -342,7 +334,7 @@ class CommonAdapter(StateAdapter):
     def part_weight(self) -> float:
         """The current part's share of its global batch; without shards, equal for all ranks."""
         part = self.current_part
-        return part.weight if part else 1.0 / self.world.data_size
+        return part.weight if part else 1.0 / self.world.size
 
     @override
     def distribute_optimizer(self, model: Any, optimizer: Any = None) -> tuple[Any, Any]:
@@ -368,10 +360,10 @@ class CommonAdapter(StateAdapter):
     def scale_learning_rate(
         self, base: float, *, scaling: str = "linear", **schedule: Any
     ) -> LearningRate:
-        return LearningRate(base, scale_factor(scaling, self.world.shares), **schedule)
+        return LearningRate(base, scale_factor(scaling, self.world.devices), **schedule)
 
     @together
     @override
     def average_metrics(self, count: float, **sums: float) -> tuple[dict[str, float], int]:
-        total = self.data_communicator.sum(metrics.pack(sums, count))
+        total = self.communicator.sum(metrics.pack(sums, count))
         return metrics.unpack(total, list(sums))

@@ -1,8 +1,7 @@
-"""Partitions of gradients, layers and tensors: pure functions of their sizes."""
+"""Partitions of gradients and tensors: pure functions of their sizes."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from hvdtrain.config.comm_options import BUCKET_BYTES
@@ -23,32 +22,6 @@ def buckets(gradients: Sequence[tuple[object, int]], full: int = BUCKET_BYTES) -
         groups[-1].append(index)
         size += nbytes
     return groups
-
-
-def balanced_cuts(costs: Sequence[int], number: int) -> list[range]:
-    """Cut a sequence of layers into ``number`` stages, minimizing the cost of the costliest stage.
-
-    There are at least as many layers as stages; the result is the indices of each stage's layers.
-    Of equally good cuts the last is taken: behind layers without cost, e.g. a pooling layer, whose
-    output is smaller to send.
-    """
-    ends = [*itertools.accumulate(costs, initial=0)]
-    # Least cost of the costliest stage, and the cuts for it, by the number of layers covered.
-    best: list[tuple[int, list[int]]] = [(end, [0]) for end in ends]
-    for stage in range(1, number):
-        before = best
-        best = [
-            min(
-                (
-                    (max(before[cut][0], ends[end] - ends[cut]), -cut, [*before[cut][1], cut])
-                    for cut in range(stage, end)
-                ),
-                default=(0, 0, []),
-            )[::2]
-            for end in range(len(ends))
-        ]
-    cuts = [*best[-1][1], len(costs)]
-    return [range(*pair) for pair in itertools.pairwise(cuts)]
 
 
 def balanced_owners(sizes: Sequence[int], number: int) -> list[int]:

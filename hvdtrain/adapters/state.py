@@ -64,11 +64,6 @@ class StateAdapter(Adapter):
         """Load ``state``; ``UsageError`` if names or shapes are not those of this model."""
         self.view(model, optimizer).restore(optimizer, state)
 
-    @property
-    def data_communicator(self) -> Communicator:
-        """Communicator of the ranks that hold the same part of the model, each for other data."""
-        return self.communicator
-
     # The steps
 
     def check_trained(self, model: Any, optimizer: Any) -> None:
@@ -86,7 +81,7 @@ class StateAdapter(Adapter):
         view = self.view(model, optimizer)
         digest = view.broadcast(optimizer)
         ranks = self.communicator.broadcast_arrays(self.rank_buffers)
-        row = buffers_of_rank(ranks, self.world.data_rank, self.world.data_size)
+        row = buffers_of_rank(ranks, self.world.rank, self.world.size)
         if row:
             view.set_local_buffers(row[0])
             self._seen = row[1]
@@ -138,9 +133,7 @@ class StateAdapter(Adapter):
         copies = None if wait else self._room_for_copies(view, optimizer)
         local = view.local_buffers()
         self.communicator.wait_for_all()  # nothing is written if some ranks do not make this call
-        # Of a pipeline only a later stage may have buffers; the first writes the sample counts.
-        has_buffers = any(self.communicator.gather_json(bool(local)))
-        ranks = gather_buffers(self.data_communicator, local, self._seen) if has_buffers else {}
+        ranks = gather_buffers(self.communicator, local, self._seen) if local else {}
         state = {**state, "world_size": self.world.size}
         with self.averaged_buffers(model):
             mine = view.contribute(directory, optimizer, state, ranks, keep, copies)
@@ -298,10 +291,10 @@ class StateAdapter(Adapter):
         """Replace the running statistics of ``model`` by the mean of all ranks within the block."""
         view = self.view(model)
         local = view.local_buffers()
-        several = self.world.data_size > 1
+        several = self.world.size > 1
         if several:
             with self.waits.during("averaged_buffers"):
-                mean = mean_buffers(self.data_communicator, local, self._seen) if local else {}
+                mean = mean_buffers(self.communicator, local, self._seen) if local else {}
             view.set_local_buffers(mean)
         try:
             yield

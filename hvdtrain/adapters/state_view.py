@@ -11,7 +11,7 @@ import json
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -118,7 +118,7 @@ class StateView(ABC):
     """State of one model and its optimizer on this rank, which holds all of it.
 
     A framework exports and imports it. A strategy that shards the state makes another view of the
-    model in step 5: of rows, of a stage, or of a share. All ranks must call the methods together.
+    model in step 5: of rows or of a share. All ranks must call the methods together.
     """
 
     def __init__(self, adapter: Connected, model: Any) -> None:
@@ -325,17 +325,12 @@ def digests_of(state: Checkpoint) -> dict[str, bytes]:
 
 
 def compare(
-    communicator: Communicator,
-    digests: Mapping[str, bytes],
-    reason: str,
-    *,
-    when: str = "",
-    ranks: Sequence[int] = (),
+    communicator: Communicator, digests: Mapping[str, bytes], reason: str, *, when: str = ""
 ) -> str:
     """Compare the state of all ranks by its ``digests_of``, and return the common SHA-256.
 
-    All ranks of the communicator must call it together; ``ranks`` are their world ranks, if others.
-    The error message begins with ``when`` and ends with ``reason``: cause and remedy.
+    All ranks must call it together. The error message begins with ``when`` and ends with
+    ``reason``: cause and remedy.
 
     Raises:
         HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
@@ -350,11 +345,8 @@ def compare(
         hosts, tensors = zip(*rows, strict=True)
         good, bad = tensors[gathered.index(right)], tensors[different[0]]
         first = next(name for name in {**good, **bad} if good.get(name) != bad.get(name))
-        ranks = ranks or range(communicator.size)
-        others = "the other ranks'" if 0 in different else f"rank {ranks[0]}'s"
-        where = rank_names(
-            [ranks[rank] for rank in different], dict(zip(ranks, hosts, strict=True))
-        )
+        others = "the other ranks'" if 0 in different else "rank 0's"
+        where = rank_names(different, dict(enumerate(hosts)))
         raise agreed(
             HvdtrainError(
                 f"{when}the model of {where} differs from {others}, first in {first}: {reason}"

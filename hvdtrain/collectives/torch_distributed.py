@@ -8,7 +8,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -37,52 +36,7 @@ Store = Any  # of torch.distributed, whose stores have no types
 FOREVER = timedelta(days=365)  # late ranks are waited for, lost ranks are detected
 
 
-class Members(Communicator):
-    """Ranks of torch.distributed: all, or those of a subgroup.
-
-    Attributes:
-        ranks: global ranks, by rank in the group.
-        group: process group for tensors; None: the default group.
-    """
-
-    ranks: Sequence[int]
-    group: Any = None
-    _control: Any  # for bytes and vectors
-
-    @override
-    def gather(self, data: bytes) -> list[bytes]:
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._control)
-        longest = max(int(length) for length in lengths)
-        if not longest:
-            return [b""] * self.size
-        padded = torch.from_numpy(np.frombuffer(bytearray(data.ljust(longest)), np.uint8))
-        gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(gathered, padded, group=self._control)
-        return [
-            received[: int(length)].numpy().tobytes()
-            for received, length in zip(gathered, lengths, strict=True)
-        ]
-
-    @override
-    def broadcast(self, data: Bytes) -> Bytes:
-        received = torch.from_numpy(data.copy())
-        dist.broadcast(received, src=self.ranks[0], group=self._control)
-        return received.numpy()
-
-    @override
-    def sum(self, values: Vector) -> Vector:
-        total = torch.from_numpy(values.copy())
-        dist.all_reduce(total, group=self._control)
-        return total.numpy()
-
-    @override
-    def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
-        dist.all_reduce(tensor, group=self.group)
-        return tensor
-
-
-class TorchDistributed(Members):
+class TorchDistributed(Communicator):
     """The default process group, which is initialized here.
 
     torchrun provides a rendezvous; otherwise rank 0 chooses a port, and MPI broadcasts it.
@@ -111,7 +65,6 @@ class TorchDistributed(Members):
                 backend, store=store, rank=rank, world_size=size, timeout=timeout
             )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.ranks = range(self.size)
         # A separate group: if, by a programming error, one rank sums gradients while another one
         # gathers bytes, both must wait until it is reported; in one group Gloo would abort.
         self._control = dist.new_group(backend="gloo", timeout=timeout)
@@ -119,10 +72,37 @@ class TorchDistributed(Members):
         # Python is already finalizing (before 3.13), that aborts the process.
         atexit.register(time.sleep, GIVES_BACK)
 
-    def split(self, groups: Sequence[Sequence[int]]) -> Subgroup:
-        """Return this rank's group among ``groups``; all ranks must pass the same groups."""
-        created = [Subgroup(ranks) for ranks in groups]
-        return next(group for group in created if self.rank in group.ranks)
+    @override
+    def gather(self, data: bytes) -> list[bytes]:
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._control)
+        longest = max(int(length) for length in lengths)
+        if not longest:
+            return [b""] * self.size
+        padded = torch.from_numpy(np.frombuffer(bytearray(data.ljust(longest)), np.uint8))
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded, group=self._control)
+        return [
+            received[: int(length)].numpy().tobytes()
+            for received, length in zip(gathered, lengths, strict=True)
+        ]
+
+    @override
+    def broadcast(self, data: Bytes) -> Bytes:
+        received = torch.from_numpy(data.copy())
+        dist.broadcast(received, src=0, group=self._control)
+        return received.numpy()
+
+    @override
+    def sum(self, values: Vector) -> Vector:
+        total = torch.from_numpy(values.copy())
+        dist.all_reduce(total, group=self._control)
+        return total.numpy()
+
+    @override
+    def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
+        dist.all_reduce(tensor)
+        return tensor
 
     @override
     def tensor(self, length: int, value: float) -> Tensor:
@@ -167,16 +147,6 @@ class TorchDistributed(Members):
     @override
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-class Subgroup(Members):
-    """A subgroup of ranks; all ranks must create it together."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks, self.size = ranks, len(ranks)
-        self.group = dist.new_group(ranks, timeout=FOREVER)
-        self._control = dist.new_group(ranks, backend="gloo", timeout=FOREVER)
-        self.rank = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else -1
 
 
 def _store_of_rank_0(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from hvdtrain.config.declare import OptionValues, option
 from hvdtrain.config.strategies import STRATEGIES, Strategy
-from hvdtrain.config.values import non_negative, positive
+from hvdtrain.config.values import non_negative
 from hvdtrain.errors import UsageError
 
 NONE = "none"
@@ -59,14 +59,6 @@ class CommOptions:
     )
     autotune: bool = option(
         False, "let Horovod tune fusion threshold and cycle time; results are not bit-equal", bool
-    )
-    stages: int | None = option(
-        None, "number of pipeline stages (default: all ranks; --strategy pipeline)", positive
-    )
-    micro_batches: int | None = option(
-        None,
-        "number of micro-batches per batch (default: 4 per stage; --strategy pipeline)",
-        positive,
     )
 
     @property
@@ -149,20 +141,6 @@ def check_comm_options(
                 f"{_option(name)} and {variable}={environ[variable]} in the environment contradict "
                 f"each other (the option means {value}): leave one out"
             )
-
-
-def check_stages(options: CommOptions, size: int) -> None:
-    """Raise if the number of ranks is not a multiple of the number of stages.
-
-    Raises:
-        UsageError: naming valid numbers of ranks.
-    """
-    stages = options.stages
-    if stages and size % stages:
-        raise UsageError(
-            f"--stages {stages}: {size} rank{'s' * (size > 1)} cannot be divided into groups of "
-            f"{stages}: start a multiple of {stages}"
-        )
 
 
 def check_nccl(options: CommOptions, *, used: bool) -> None:

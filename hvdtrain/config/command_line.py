@@ -24,6 +24,16 @@ from hvdtrain.system.settings import Setting, read_settings
 
 SCALARS = (str, int, float, datetime.date)  # values of a file of options that are text or numbers
 YAML_TYPES = {dict: "a mapping", list: "a list", bool: "a boolean", type(None): "null"}
+_PIPELINE = (
+    "use --strategy fsdp for a model that does not fit on one device; homework/model_parallel.py "
+    "is the lesson in model parallelism"
+)
+# Options and values of options that were removed: what to use instead.
+REMOVED = {
+    "--micro-batches": _PIPELINE,
+    "--stages": _PIPELINE,
+    "--strategy pipeline": _PIPELINE,
+}
 
 
 class Parser(CommandParser):
@@ -33,6 +43,17 @@ class Parser(CommandParser):
     def print_help(self, file: Any = None) -> None:
         if detect(os.environ).is_root:
             super().print_help(file)
+
+    @override
+    def _unknown(self, word: str) -> str:
+        name = word.partition("=")[0]
+        return f"{name} was removed: {REMOVED[name]}" if name in REMOVED else super()._unknown(word)
+
+    @override
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if remedy := REMOVED.get(f"{action.option_strings[0]} {value}"):
+            raise argparse.ArgumentError(action, f"{value} was removed: {remedy}")
+        super()._check_value(action, value)
 
 
 def build_parser(

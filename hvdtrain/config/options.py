@@ -204,8 +204,7 @@ class Options(CommOptions):
     compile: bool = option(False, "compile the model with torch.compile", bool)
     spawn: int | None = option(
         None,
-        "number of ranks to start on this host, without a launcher (--strategy ddp, zero, fsdp, "
-        "pipeline)",
+        "number of ranks to start on this host, without a launcher (--strategy ddp, zero, fsdp)",
         positive,
         group="distribution",
     )
@@ -309,6 +308,6 @@ class Options(CommOptions):
     def comm_options(self) -> CommOptions:
         """Communication options; an evaluation sends no gradients, so those keep their default."""
         if self.evaluates_only:
-            return CommOptions(stages=self.stages, micro_batches=self.micro_batches)
+            return CommOptions()
         names = [field.name for field in dataclasses.fields(CommOptions)]
         return CommOptions(**{name: getattr(self, name) for name in names})

@@ -46,8 +46,6 @@ class Strategy:
     """Supported values of ``--compression``."""
     comm_options: tuple[str, ...] = ()
     """Other supported communication options: attributes of ``CommOptions``."""
-    splits_model: bool = False
-    """Whether a model is split across ranks, some layers on each."""
     has_timeline: bool = False
     """Whether Horovod's timeline records its collectives."""
 
@@ -115,14 +113,6 @@ STRATEGIES = {
             oldest={"pytorch": "2.9"},
             traffic=3.0,  # allgather before forward and backward pass, reduce-scatter of gradients
             comm_options=(),
-        ),
-        replace(
-            DDP,
-            name="pipeline",
-            adapters={"pytorch": "hvdtrain.adapters.pytorch.pipeline:PipelineAdapter"},
-            compressions=(),
-            comm_options=("stages", "micro_batches"),
-            splits_model=True,
         ),
         Strategy(
             "mpi",

@@ -23,7 +23,7 @@ from hvdtrain.system.files import read_regular
 MOST = 2**20  # maximum bytes of a file; a summary is far smaller
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # others are no measurement
 # Keys that are omitted if their value is None.
-MAY_LACK = ("bubble", "joules_per_image", "steps_skipped", "rollbacks", "saves")
+MAY_LACK = ("joules_per_image", "steps_skipped", "rollbacks", "saves")
 Kind = TypeVar("Kind")
 
 
@@ -56,16 +56,6 @@ class GradientMessages:
 
     count: Count
     bytes: Count
-
-
-@dataclass(frozen=True)
-class Bubble:
-    """Share of a step in which a pipeline stage waits for the others."""
-
-    stages: Count
-    micro_batches: Count  # maximum of a pass
-    formula: float  # (stages - 1) / (micro_batches + stages - 1)
-    measured: float | None = None  # mean over steps and ranks
 
 
 @dataclass(frozen=True)
@@ -139,8 +129,6 @@ class Summary:
     """Until the first update was done."""
     step_split: StepSplit | None = None
     """Parts of the mean step."""
-    bubble: Bubble | None = None
-    """Of a pipeline."""
     gradient_messages: GradientMessages | None = None
     """Messages and bytes in which the gradients of a step are reduced."""
     peak_memory_bytes: Count | None = None

@@ -13,8 +13,7 @@ class World:
     """Rank of this process and size of the job.
 
     ``hosts`` is the number of hosts; ``local_rank`` counts from 0 on each host; ``gpus_per_rank``
-    is greater than 1 if a process uses several GPUs; ``stages`` is the number of consecutive ranks
-    across which a model is split.
+    is greater than 1 if a process uses several GPUs.
     """
 
     rank: int
@@ -24,32 +23,11 @@ class World:
     host: str
     hosts: int
     gpus_per_rank: int = 1
-    stages: int = 1
-
-    @property
-    def data_rank(self) -> int:
-        """Index of this process's share of the data; its rank unless the model is split."""
-        return self.rank // self.stages
-
-    @property
-    def data_size(self) -> int:
-        """Number of shares of the data; the world size unless the model is split."""
-        return self.size // self.stages
-
-    @property
-    def stage(self) -> int:
-        """Index of this process's pipeline stage, from 0; 0 unless the model is split."""
-        return self.rank % self.stages
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
+        """Number of devices, each of which computes a share of a global batch."""
         return self.size * self.gpus_per_rank
-
-    @property
-    def shares(self) -> int:
-        """Number of parts of a global batch: one per device, or per split model."""
-        return self.data_size * self.gpus_per_rank
 
     @property
     def is_writer(self) -> bool:

@@ -224,12 +224,7 @@ class TorchTask(Task):
             return
         if self.options.clip_norm:
             self.scaler.unscale_(self.optimizer)
-            # A model of which this process has only a part clips by the global norm.
-            clip = getattr(self.model, "clip_grad_norm_", None)
-            if clip:
-                clip(self.options.clip_norm)
-            else:
-                clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
+            clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self._guard and self.scaler.is_enabled():

@@ -123,7 +123,7 @@ class CheckpointManager:
         if state is None:
             return None
         now = train_state(state)
-        if self.adapter.world.data_rank:  # only data rank 0 continues the sums of this epoch
+        if not self.adapter.world.is_writer:  # only rank 0 continues the sums of this epoch
             now.loss_sum, now.loss_count = 0.0, 0
         if now.loss_scale:
             self.task.restore_loss_scale(now.loss_scale)

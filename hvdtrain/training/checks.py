@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.select import check_fit
-from hvdtrain.config.comm_options import check_adasum, check_comm_options, check_stages
+from hvdtrain.config.comm_options import check_adasum, check_comm_options
 from hvdtrain.config.declare import declared
 from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
@@ -46,8 +46,6 @@ def check_early(
         record = STRATEGIES[options.strategy]
         check_fit(record, options.framework, launch)
         check_comm_options(options.comm_options, record, options.framework, environ)
-        if record.splits_model:
-            check_stages(options.comm_options, launch.size)
     check_adasum(options.comm_options, launch.size, gpu=False)
     if launch.is_root:
         check_trackers(options.tracker)

@@ -70,17 +70,17 @@ def evaluate(
     """
     test, world, metrics = task.test, adapter.world, copy.deepcopy(list(task.metrics))
     assert test is not None
-    passes = world.data_size * task.options.accumulate_steps
+    passes = world.size * task.options.accumulate_steps
     batch = max(1, EVALUATION_BATCH * global_batch // passes)
     loss, count = 0.0, 0
     alike = adapter.evaluates_together
-    parts = evaluation_parts(test.samples, batch, world.data_rank, world.data_size, alike=alike)
+    parts = evaluation_parts(test.samples, batch, world.rank, world.size, alike=alike)
     moved(0, test.samples)
     with task.averaged_weights(), adapter.averaged_buffers(task.model):
         for loaded in test.evaluation(parts):
             loss += task.evaluate(loaded, [*metrics, *also])
             count += loaded.count
-            moved(min(test.samples, count * world.data_size), test.samples)
+            moved(min(test.samples, count * world.size), test.samples)
             stopped = float(stops())
             if alike:  # all make the same passes: whether any rank stops
                 stopped = adapter.communicator.sum(np.array([stopped]))[0]
@@ -91,7 +91,7 @@ def evaluate(
     if seen < test.samples:
         return None
     for metric in metrics:
-        metric.gather(adapter.data_communicator)
+        metric.gather(adapter.communicator)
         means |= {name: _number(name, value) for name, value in metric.result().items()}
     return {**means, "samples": seen}
 
@@ -109,8 +109,8 @@ class Lines:
     """The lines of ``--predict``: each rank buffers those of its slice until they are written."""
 
     def __init__(self, columns: Columns, samples: int, world: World) -> None:
-        self.columns, self._rank = columns, world.data_rank
-        self._next, _ = bounds(samples, world.data_rank, world.data_size)
+        self.columns, self._rank = columns, world.rank
+        self._next, _ = bounds(samples, world.rank, world.size)
         self._buffer = io.BytesIO()
 
     def update(self, batch: Batch, output: Array) -> None:
@@ -164,7 +164,7 @@ def evaluate_only(session: Session, device: str) -> int:
     assert metrics is not None
     rate = test.samples / (time.perf_counter() - started)
     if options.predict:
-        show.predictions(lines.pieces(adapter.data_communicator))
+        show.predictions(lines.pieces(adapter.communicator))
     test.close()
     summary = dataclasses.replace(
         with_evaluation(with_session(Clock().figures(), session), metrics),

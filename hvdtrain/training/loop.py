@@ -390,7 +390,6 @@ class TrainingLoop:
         messages = self.adapter.gradient_messages
         # Ranks that stop early must not wait for one another any more.
         ended_early = stopped in EARLY
-        split = None if ended_early else self.clock.step_split(self.adapter.communicator)
         summary = with_session(self.clock.figures(), self.session)
         summary = with_evaluation(summary, self.now.metrics)
         if not ended_early:
@@ -403,8 +402,7 @@ class TrainingLoop:
             samples_trained=self.now.samples,
             training_samples=self.task.train.samples,
             train_loss=self.now.train_loss,
-            step_split=split,
-            bubble=self.adapter.bubble(split),
+            step_split=None if ended_early else self.clock.step_split(self.adapter.communicator),
             gradient_messages=GradientMessages(**messages) if messages else None,
             parameter_norm=None
             if ended_early and self.adapter.shards_state

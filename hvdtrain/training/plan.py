@@ -78,7 +78,7 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     global_batch = _or_default(
         options.global_batch_size,
         _or_default(options.batch_size, recipe.batch_size)
-        * world.shares
+        * world.devices
         * options.accumulate_steps,
     )
     # A fixed global batch means the same training at any world size, and Adasum itself chooses the

@@ -15,12 +15,12 @@ from hvdtrain import __version__
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.steps.learning_rate import LearningRate
-from hvdtrain.steps.summary import Bubble, Stopped, Summary
+from hvdtrain.steps.summary import Stopped, Summary
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.frameworks import versions
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import physical_cores, processor
-from hvdtrain.system.output.text import percent, plural
+from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.tasks.metrics import Metric
@@ -214,21 +214,12 @@ def rows(
     table = [
         *work,
         (f"{unit}/s", _speed(rates, recorded=any(records.values()))),
-        *([("bubble", _bubble(summary.bubble))] if summary.bubble else []),
         *_gpu_rows(summary),
         ("seconds", f"{summary.seconds_total:.1f}{start}"),
         ("stopped", STOPPED.get(stopped, stopped)),
         *((name, path) for name, path in files.items() if path),
     ]
     return [row for row in table if row[1] != UNKNOWN]
-
-
-def _bubble(bubble: Bubble) -> str:
-    """Return the waiting time of pipeline stages."""
-    measured = f"{percent(bubble.measured)} of a step, " if bubble.measured is not None else ""
-    number = bubble.micro_batches
-    cut = f"{plural(bubble.stages, 'stage')}, {number} micro-batch{'es' * (number > 1)}"
-    return f"{measured}{percent(bubble.formula)} by formula ({cut})"
 
 
 def _gpu_rows(summary: Summary) -> list[tuple[str, str]]:

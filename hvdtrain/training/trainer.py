@@ -163,7 +163,6 @@ def _build(
         precision = "fp32"
     check_tf32(options.tf32, gpu=adapter.has_gpu)
     adapter.use_tf32(options.tf32)
-    adapter.check_precision(precision)
     if options.deterministic:
         adapter.make_deterministic()
     data, staged = options.data, ""

@@ -28,7 +28,7 @@ TENSORFLOW = "--framework=tensorflow"
 STRATEGIES: dict[str, tuple[str, ...]] = {  # of five in a row one is TensorFlow's
     **{name: (f"--strategy={name}",) for name in ("horovod", "ddp", "zero")},
     "tensorflow": (TENSORFLOW,),
-    **{name: (f"--strategy={name}",) for name in ("fsdp", "mpi", "pipeline")},
+    **{name: (f"--strategy={name}",) for name in ("fsdp", "mpi")},
     "tensorflow-mpi": (TENSORFLOW, "--strategy=mpi"),
 }
 LAUNCHERS = {

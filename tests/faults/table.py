@@ -566,12 +566,7 @@ FAULTS: Mapping[str, Fault] = {
     "user's code: os._exit": Fault(ask("end"), (3, 1), LOST),
     "user's code: segmentation fault": Fault(ask("segmentation"), (1, 139), LOST),
     "user's code: out of memory": Fault(ask("memory"), (1,), FAILED, traceback=True),
-    "user's code: NaN": Fault(
-        ask("nan"),
-        (1,),
-        rf"step \d+ .*finite.*{HOST} \(rank {RANK}\)",
-        strategies=[name for name in STRATEGIES if name != "pipeline"],  # its rank 1 reads no x
-    ),
+    "user's code: NaN": Fault(ask("nan"), (1,), rf"step \d+ .*finite.*{HOST} \(rank {RANK}\)"),
     "user's code: no descriptors left": Fault(
         ask("descriptors"), (0, 1), output=r"\d+ files are open", failure=FAILED, traceback=True
     ),

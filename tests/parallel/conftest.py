@@ -36,10 +36,6 @@ WAYS = tuple(
     for framework in one.adapters
     if one.launchers
 )
-# Those in which each rank computes with the whole model.
-WHOLE = tuple(
-    way for way in WAYS if not strategies.STRATEGIES[str(way.id).partition("-")[2]].splits_model
-)
 SOME = FRAMEWORKS if LONG else FRAMEWORKS[:1]  # where one tells enough in CI
 # Strategies by numbers of ranks; on a single one they all do what the first does.
 SIZES = [

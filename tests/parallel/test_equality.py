@@ -15,7 +15,6 @@ from tests.parallel.conftest import (
     FRAMEWORKS,
     SOME,
     WAYS,
-    WHOLE,
     Training,
     assert_bit_equal,
     assert_close,
@@ -80,7 +79,7 @@ def test_uneven_parts_and_tail(
         assert other.summary["eval_samples"] == 297
 
 
-@pytest.mark.parametrize("way", WHOLE if LONG else WHOLE[:3])
+@pytest.mark.parametrize("way", WAYS if LONG else WAYS[:3])
 def test_resnet_with_synchronized_batchnorm(
     way: tuple[str, ...], one_rank: OneRank, few_images: Path, imagenette: Path, tmp_path: Path
 ) -> None:
@@ -182,7 +181,7 @@ def test_torchrun_with_horovod_is_told(tmp_path: Path) -> None:
 SMALL_BUCKETS = ("--strategy=ddp", "--fusion-threshold-mb=0.5")
 
 
-@pytest.mark.parametrize("way", [*WHOLE, SMALL_BUCKETS] if LONG else [SMALL_BUCKETS])
+@pytest.mark.parametrize("way", [*WAYS, SMALL_BUCKETS] if LONG else [SMALL_BUCKETS])
 def test_a_compiled_model_is_the_same_model(way: tuple[str, ...], tmp_path: Path) -> None:
     """Uneven parts, an epoch's tail of one sample, and a checkpoint that goes on uncompiled."""
     if "--framework=tensorflow" in way:

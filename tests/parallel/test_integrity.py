@@ -21,7 +21,6 @@ from tests.parallel.conftest import (
     SCRIPTS,
     SOME,
     WAYS,
-    WHOLE,
     Training,
     assert_bit_equal,
     assert_close,
@@ -352,9 +351,8 @@ def flip(number: int, rank: int, *options: str) -> Outcome:
     return resident.ranks(number, FAULTY, f"flip:{rank}", *line)
 
 
-# With FSDP no parameter is there twice: there is nothing to compare. Of a pipeline two groups of
-# stages are compared, in test_pipeline.py.
-@pytest.mark.parametrize("way", [way for way in WHOLE if "fsdp" not in str(way.id)])
+# With FSDP no parameter is there twice: there is nothing to compare.
+@pytest.mark.parametrize("way", [way for way in WAYS if "fsdp" not in str(way.id)])
 def test_one_flipped_bit_is_found_by_the_next_check(way: tuple[str, ...], tmp_path: Path) -> None:
     saved = tmp_path / "step-000000006"
     outcome = flip(

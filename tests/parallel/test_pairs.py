@@ -29,7 +29,7 @@ FACTORS = {
     "model": ("mnist small", "mnist tutorial", "resnet resnet18"),
     "way": (
         *("pytorch horovod", "pytorch ddp", "pytorch zero", "pytorch fsdp", "pytorch mpi"),
-        *("pytorch pipeline", "tensorflow horovod", "tensorflow mpi"),
+        *("tensorflow horovod", "tensorflow mpi"),
     ),
     "optimizer": ("sgd", "adam", "adamw", "lars", "lamb"),
     "precision": ("fp64", "fp32", "bf16", "fp16"),
@@ -54,7 +54,6 @@ FACTORS = {
 BATCHES = {("mnist", "even"): 300, ("mnist", "uneven"): 301}  # of 1,500 images
 BATCHES |= {("resnet", "even"): 20, ("resnet", "uneven"): 13}  # of 40
 DEFAULTS = {name: values[0] for name, values in FACTORS.items()}
-NARROW = ("fp16", "bf16")
 EXACT, CLOSE = 1e-9, 1e-3  # relative differences in fp64, and in fp32 with SGD
 PART = 20  # in CI one row of so many
 
@@ -77,12 +76,7 @@ REFUSALS = (
         "--nesterov needs --optimizer sgd",
         {"nesterov": ("yes",), "optimizer": FACTORS["optimizer"][1:]},
     ),
-    Refusal("--compile is for PyTorch", {"compile": ("yes",), "way": FACTORS["way"][6:]}),
-    Refusal("--compile is not for", {"compile": ("yes",), "way": ("pytorch pipeline",)}),
-    Refusal(
-        "--sync-batchnorm is not for --strategy pipeline",
-        {"sync-batchnorm": ("yes",), "way": ("pytorch pipeline",)},
-    ),
+    Refusal("--compile is for PyTorch", {"compile": ("yes",), "way": FACTORS["way"][5:]}),
     Refusal(
         "--sync-batchnorm needs the global batch in one pass",
         {"sync-batchnorm": ("yes",), "accumulate-steps": ("3",)},
@@ -94,10 +88,6 @@ REFUSALS = (
     Refusal(
         "--compression bf16: Horovod cannot sum in that type",
         {"compression": ("bf16",), "way": ("pytorch horovod", "tensorflow horovod")},
-    ),
-    Refusal(
-        "--compression .* is not for --strategy pipeline",
-        {"compression": NARROW, "way": ("pytorch pipeline",)},
     ),
     Refusal(
         "--reduction is not for --strategy",

@@ -185,7 +185,6 @@ def test_tab_in_a_terminal(completion: Path, tmp_path: Path) -> None:
         (["verify", "--timeout", "0"], "--timeout: 0 is not a number above 0"),
         (["verify", "--", "--epochs", "1"], "--epochs: "),
         (["verify", "--updates", "3"], "--updates: requires --script"),
-        (["verify", "-n", "2", "--strategy", "pipeline"], "--strategy pipeline: "),
         (["verify", "-n", "0"], "-n: 0 is not a whole number of 1 or more"),
         (["verify", "--script", "absent.py"], "--script absent.py: no such file"),
         (["verify", "--script", __file__, "--updates", "0"], "--updates: 0 is not a whole number"),

@@ -33,15 +33,9 @@ log = logging.getLogger(__name__)
 IS_TRAINED = operator.attrgetter("requires_grad")  # of a parameter; mapped, it costs little
 
 
-class Wrapper(torch.nn.Module):
-    """Wrapper of a strategy around the user's ``module``."""
-
-    module: torch.nn.Module
-
-
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model within a strategy's wrapper: its names are those of a checkpoint."""
-    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel, Wrapper)
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     return model.module if isinstance(model, wrappers) else model
 
 
@@ -140,7 +134,8 @@ class TorchView(StateView):
     @override
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
         tensors = self.tensors()
-        self.check_model(tensors, state)
+        source = state.path or "the state of rank 0"
+        check_names(tensors, state.model, f"{source} is not of this model")
         with torch.no_grad():
             for name, value in tensors.items():
                 self.set_tensor(value, state.model[name])
@@ -170,11 +165,6 @@ class TorchView(StateView):
         # Learning rate, momentum etc. are options of this run, not of the one that saved.
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-    def check_model(self, tensors: Mapping[str, Any], state: Checkpoint) -> None:
-        """Raise ``UsageError`` if the whole ``tensors`` differ from ``state`` in name or shape."""
-        source = state.path or "the state of rank 0"
-        check_names(tensors, state.model, f"{source} is not of this model")
 
     def set_tensor(self, tensor: torch.Tensor, saved: Any) -> None:
         """Set a parameter or buffer to its ``saved`` value."""

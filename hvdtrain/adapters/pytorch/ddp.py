@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -151,10 +151,10 @@ class ModelSums:
     messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
 
     @contextmanager
-    def blocked(self, call: str = "") -> Iterator[None]:
-        """Count the time within the block as waiting for other ranks, in ``call`` if named."""
+    def blocked(self, call: str) -> Iterator[None]:
+        """Count the time within the block as waiting for other ranks, in ``call``."""
         started = time.perf_counter()
-        with self.adapter.waits.during(call) if call else nullcontext():
+        with self.adapter.waits.during(call):
             yield
         self.blocked_seconds += time.perf_counter() - started
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from hvdtrain.adapters.common_adapter import Flags
 from hvdtrain.adapters.partition import balanced_owners
 from hvdtrain.adapters.pytorch.adapter import (
     TorchView,
@@ -31,15 +32,10 @@ from hvdtrain.adapters.pytorch.adapter import (
     parameters_of,
     tensor_of,
 )
-from hvdtrain.adapters.pytorch.ddp import make_dense, weigh
-from hvdtrain.adapters.pytorch.sharded import (
-    Piece,
-    ShardedAdapter,
-    ShardedView,
-    UpdateSums,
-)
-from hvdtrain.adapters.pytorch.sums import TYPES
-from hvdtrain.adapters.state_view import Take
+from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums, make_dense, weigh
+from hvdtrain.adapters.pytorch.sharded import Piece, ShardedView
+from hvdtrain.adapters.pytorch.sums import TYPES, fill
+from hvdtrain.adapters.state_view import StateView, Take
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.waits import SUM
@@ -52,23 +48,33 @@ UNIT_BYTES = 2**20  # smaller blocks are not worth a separate all-gather
 SHAPES = 64  # of inputs for which the code of a block is compiled; PyTorch stops at 8
 
 
-class FsdpAdapter(ShardedAdapter):
+class FsdpAdapter(DdpAdapter):
     """Each rank holds its rows of each parameter, and their gradients and optimizer state."""
 
     name = "fsdp"
     evaluates_together = True
+    shards_state = True
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        self.check_optimizer(model, optimizer, "shards the parameters")
-        sums = next((known for known in self.gradient_sums if known.model is model), None)
-        sums = sums or self._shard(model, optimizer)
+        check_optimizer(model, optimizer)
+        sums = self._sums_of(model) or self._shard(model, optimizer)
         if isinstance(optimizer, torch.optim.SGD):  # its fused kernel does not support DTensor
             optimizer._step_supports_amp_scaling = False
             for group in optimizer.param_groups:
                 group["fused"] = None
-        self.register(model, optimizer, sums, RowsView)
+        self.add_sums(sums)
+        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
+        optimizer.register_step_pre_hook(lambda *_: sums.before_step())
         return model, optimizer
+
+    @override
+    def view(self, model: Any, optimizer: Any = None) -> StateView:
+        return RowsView(self, model) if self._sums_of(model) else super().view(model)
+
+    def _sums_of(self, model: Any) -> Communication | None:
+        """Return the sums of a model that is sharded already."""
+        return next((known for known in self.gradient_sums if known.model is model), None)
 
     def _shard(self, model: Any, optimizer: Any) -> Communication:
         """Shard a model that is not yet, and let the optimizer have its new parameters."""
@@ -177,7 +183,7 @@ class RowsView(ShardedView):
         return array_of(torch.cat(parts)[: value.shape[0]]) if parts else None
 
 
-class Communication(UpdateSums):
+class Communication(ModelSums):
     """Gathers the parameters of a model and sums its gradients, replacing FSDP's collectives.
 
     FSDP2 calls ``all_gather`` and ``reduce_scatter`` for each unit.
@@ -226,10 +232,14 @@ class Communication(UpdateSums):
             part.copy_(received)
         return work
 
-    @override
     def before_step(self) -> None:
+        """Sum the flags of all ranks; before an update, on all of them."""
         self.messages, self._counted = self._counted, {"count": 0, "bytes": 0}
-        super().before_step()
+        sent = torch.empty(len(Flags._fields), device=self.adapter.device)
+        fill(sent, self.adapter.flags)
+        with self.blocked(SUM):
+            dist.all_reduce(sent)
+        self.adapter.sent = sent
 
 
 class UnitCollective:
@@ -280,6 +290,16 @@ def units(model: torch.nn.Module) -> list[torch.nn.Module]:
                 yield from search(block)
 
     return list(search(model))
+
+
+def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``UsageError`` if ``optimizer`` has a state, or parameters of another model."""
+    known = {id(value) for value in model.parameters()}
+    if optimizer.state or any(id(value) not in known for value in parameters_of(optimizer)):
+        raise UsageError(
+            "distribute_optimizer: --strategy fsdp shards the parameters: use an optimizer of this "
+            "model's parameters without state; resume loads one"
+        )
 
 
 def check_parameters(model: torch.nn.Module) -> None:

@@ -7,9 +7,8 @@ of each tensor, independent of the strategy and the number of ranks that wrote i
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,34 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from typing_extensions import override
 
 from hvdtrain.adapters.base import JsonValues
-from hvdtrain.adapters.common_adapter import Flags
-from hvdtrain.adapters.pytorch.adapter import (
-    TorchView,
-    array_of,
-    layout_of,
-    optimizer_tensors,
-    parameters_of,
-)
-from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums
-from hvdtrain.adapters.pytorch.sums import fill
-from hvdtrain.adapters.rank_buffers import SEEN, separate_buffers
-from hvdtrain.adapters.state_view import (
-    DIFFERENT,
-    Contribution,
-    HostCopies,
-    StateView,
-    fitting,
-)
+from hvdtrain.adapters.pytorch.adapter import TorchView, array_of
+from hvdtrain.adapters.rank_buffers import separate_buffers
+from hvdtrain.adapters.state_view import DIFFERENT, Contribution, HostCopies, fitting
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import (
     DAMAGE,
-    MODEL_FILE,
     TRAINING_FILE,
     Arrays,
     Checkpoint,
@@ -55,7 +37,6 @@ from hvdtrain.steps.checkpoint_files import (
 )
 from hvdtrain.steps.tensor_file import ArraySpec, TensorFile
 from hvdtrain.steps.world import World
-from hvdtrain.system.runtime.waits import SUM
 
 
 @dataclass(frozen=True)
@@ -85,49 +66,6 @@ class Piece:
         return self.kind, -self.layout.dtype.itemsize, self.name
 
 
-class UpdateSums(ModelSums):
-    """Sums of a model whose strategy sums the flags before each update."""
-
-    def before_step(self) -> None:
-        """Sum the flags of all ranks; before an update, on all of them."""
-        sent = torch.empty(len(Flags._fields), device=self.adapter.device)
-        fill(sent, self.adapter.flags)
-        with self.blocked(SUM):
-            dist.all_reduce(sent)
-        self.adapter.sent = sent
-
-
-class ShardedAdapter(DdpAdapter):
-    """Each rank holds a part of the state, of which step 5 chooses the view."""
-
-    shards_state = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._views: weakref.WeakKeyDictionary[Any, type[ShardedView]]
-        self._views = weakref.WeakKeyDictionary()  # by model
-
-    def register(self, model: Any, optimizer: Any, sums: Any, view: type[ShardedView]) -> None:
-        """Use the ``sums`` of a distributed model before its updates, and the view of its state."""
-        self.add_sums(sums)
-        self._views[model] = view
-        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
-        optimizer.register_step_pre_hook(lambda *_: sums.before_step())
-
-    def check_optimizer(self, model: Any, optimizer: Any, reason: str) -> None:
-        """Raise ``UsageError`` if ``optimizer`` has a state, or parameters of another model."""
-        known = {id(value) for value in model.parameters()}
-        if optimizer.state or any(id(value) not in known for value in parameters_of(optimizer)):
-            raise UsageError(
-                f"distribute_optimizer: --strategy {self.name} {reason}: use an optimizer of this "
-                "model's parameters without state; resume loads one"
-            )
-
-    @override
-    def view(self, model: Any, optimizer: Any = None) -> StateView:
-        return self._views.get(model, self.whole_view)(self, model)
-
-
 class ShardedView(TorchView):
     """Sharded state, saved and loaded in pieces."""
 
@@ -136,25 +74,9 @@ class ShardedView(TorchView):
         """World of this rank."""
         return self.adapter.world
 
-    @property
-    def writers(self) -> int:
-        """Number of ranks, beginning at rank 0, that write a checkpoint."""
-        return self.world.size
-
     @abstractmethod
     def pieces(self, optimizer: Any) -> Iterator[Piece]:
         """Yield the tensors of the state that this rank writes or helps to gather."""
-
-    def local_pieces(self, tensors: Mapping[str, torch.Tensor], optimizer: Any) -> Iterator[Piece]:
-        """Yield ``tensors`` of the model and the optimizer's, which this rank holds whole."""
-        rank, trained = self.world.rank, self.trained_names()
-        for name, value in tensors.items():
-            infinite = name not in trained
-            whole = partial(torch.Tensor.detach, value)
-            yield Piece(MODEL_FILE, name, layout_of(value), rank, whole, infinite)
-        for name, value in optimizer_tensors(optimizer).items():
-            whole = partial(torch.Tensor.detach, value)
-            yield Piece(TRAINING_FILE, name, layout_of(value), rank, whole)
 
     @override
     def nbytes(self, optimizer: Any, copies: HostCopies) -> int:
@@ -186,19 +108,17 @@ class ShardedView(TorchView):
     ) -> Contribution:
         replicated = self.replicated(optimizer, copies.copy if copies else None)
         pieces = list(self.pieces(optimizer))
-        rank = self.world.rank
-        if not self.world.data_rank:
+        if self.world.is_writer:
             pieces += (
                 Piece(
                     TRAINING_FILE,
                     name,
                     ArraySpec.of(value),
-                    rank,
+                    0,
                     lambda value=value: value,  # type: ignore[misc]
                     infinite=True,
                 )
                 for name, value in ranks.items()
-                if name != SEEN or not rank
             )
         if copies:
             pieces = list(self._copied(pieces, copies))
@@ -223,7 +143,7 @@ class ShardedView(TorchView):
         pieces = sorted(pieces, key=lambda piece: piece.order)
         mine = [piece for piece in pieces if piece.owner == self.world.rank]
         files = {
-            kind: file_of(kind, self.world.rank, self.writers)
+            kind: file_of(kind, self.world.rank, self.world.size)
             for kind in dict.fromkeys(piece.kind for piece in mine)
         }
         writer = Writer(folder, step, files, mine)
@@ -256,13 +176,6 @@ class ShardedView(TorchView):
             self.restore(optimizer, replace(checkpoint, training=training))
         if optimizer is not None:
             self.adapter.rank_buffers = ranks
-
-
-def broadcast(value: torch.Tensor) -> None:
-    """Set ``value`` to rank 0's on all ranks; as bytes, since Gloo has no int16, for one."""
-    sent = value.detach().contiguous()
-    dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
-    value.data.copy_(sent)
 
 
 class Writer:

@@ -17,19 +17,25 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners, buckets
-from hvdtrain.adapters.pytorch.adapter import parameters_of, tensor_of
-from hvdtrain.adapters.pytorch.ddp import WeightedDdp
-from hvdtrain.adapters.pytorch.sharded import Piece, ShardedAdapter, ShardedView
+from hvdtrain.adapters.pytorch.adapter import (
+    layout_of,
+    optimizer_tensors,
+    parameters_of,
+    tensor_of,
+)
+from hvdtrain.adapters.pytorch.ddp import DdpAdapter, WeightedDdp
+from hvdtrain.adapters.pytorch.sharded import Piece, ShardedView
 from hvdtrain.adapters.state_view import StateView, Take
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint_files import Checkpoint
+from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.waits import SUM
 
 
-class ZeroAdapter(ShardedAdapter):
+class ZeroAdapter(DdpAdapter):
     """Each rank holds the whole model, and the optimizer state of its share of parameters."""
 
     name = "zero"
+    shards_state = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,9 +85,13 @@ class ShareView(ShardedView):
     @override
     def pieces(self, optimizer: Any) -> Iterator[Piece]:
         owners = dict(zip(map(id, self.share.parameters), self.share.owners, strict=True))
-        tensors = self.tensors().items()
-        mine = {name: t for name, t in tensors if owners.get(id(t), 0) == self.world.rank}
-        return self.local_pieces(mine, optimizer)
+        rank, trained = self.world.rank, self.trained_names()
+        for name, value in self.tensors().items():
+            if owners.get(id(value), 0) == rank:
+                infinite = name not in trained
+                yield Piece(MODEL_FILE, name, layout_of(value), rank, value.detach, infinite)
+        for name, value in optimizer_tensors(optimizer).items():
+            yield Piece(TRAINING_FILE, name, layout_of(value), rank, value.detach)
 
 
 class Share:

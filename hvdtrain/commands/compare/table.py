@@ -59,8 +59,6 @@ class MethodResult:
     target_seconds: float | None = None  # time to --target; None: not reached by every repeat
     target_speedup: float | None = None  # over one process
     setup_seconds: float | None = None  # until the end of the first update
-    bubble: float | None = None  # fraction of a step in which pipeline stages wait
-    bubble_formula: float | None = None  # that fraction for stages of equal cost
     options: str = ""  # of this strategy only
     repeats: int = 0
 
@@ -186,8 +184,6 @@ def _row(method: Method, trials: Sequence[Trial], requested: int) -> MethodResul
         node_hours_per_epoch=hours,
         bytes_per_step=sent_bytes(method, first),
         setup_seconds=median(lambda summary: summary.seconds_to_first_step),
-        bubble=median(lambda summary: summary.bubble.measured if summary.bubble else None),
-        bubble_formula=median(lambda summary: summary.bubble.formula if summary.bubble else None),
         repeats=len(summaries),
     )
 
@@ -281,8 +277,6 @@ COLUMNS = (
     Column("to target", "target_seconds", duration, "from the first update, with evaluations"),
     Column("by target", "target_speedup", TWO_DECIMALS, "speed-up in the time to the target"),
     Column("set-up", "setup_seconds", duration, "from the start of a rank to its first step"),
-    Column("bubble", "bubble", percent, "fraction of a step in which pipeline stages wait"),
-    Column("by formula", "bubble_formula", percent, "that fraction for stages of equal cost"),
 )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.commands.verify.rows import ALL, FAILED, StepRow, complete, progress, show
-from hvdtrain.config.strategies import DEFAULT, PACKAGES, STRATEGIES
+from hvdtrain.config.strategies import DEFAULT, PACKAGES
 from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.machine.frameworks import is_installed
@@ -78,7 +78,6 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         raise UsageError(f"{arguments.arguments[0]}: unexpected argument without --script")
     if arguments.updates and not arguments.script:
         raise UsageError("--updates: requires --script FILE")
-    _check_strategy(arguments.strategy)
     ranks = rank_count(arguments.ranks, os.environ)
     installed = (name for name, package in PACKAGES.items() if is_installed(package))
     framework = arguments.framework or next(installed, "pytorch")
@@ -92,16 +91,6 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             return observe(arguments, ranks)
         assert ranks is not None
         return _start(ranks, framework, arguments)
-
-
-def _check_strategy(name: str | None) -> None:
-    """Raise ``UsageError`` if the strategy splits the model, so that no rank has all of it."""
-    record = STRATEGIES.get(name or DEFAULT.name)
-    if record and record.splits_model:
-        raise UsageError(
-            f"--strategy {name}: cannot be verified, because each rank holds only some layers of "
-            "the model; use --strategy ddp, which is started in the same way"
-        )
 
 
 def rank_count(requested: int | None, environ: Mapping[str, str]) -> int | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from types import ModuleType
-from typing import Any
 
 import torch
 from PIL import Image
@@ -58,7 +56,6 @@ def task(options: ImageOptions, train: Dataset, test: Dataset | None, classes: i
     """Return a ResNet as a task."""
     torch.manual_seed(options.seed)
     model = torchvision().models.get_model(options.model, weights=None, num_classes=classes)
-    model.pipeline_layers = functools.partial(pipeline_layers, model)
     if isinstance(train, Synthetic):
         return TorchTask(model, options, train, test, channels_last=True)
     return TorchTask(model, options, train, test, scale=normalization(), channels_last=True)
@@ -68,14 +65,6 @@ def normalization() -> tuple[torch.Tensor, torch.Tensor]:
     """Return factor and offset that normalize pixels, shape (3, 1, 1)."""
     deviation, mean = (torch.tensor(values).view(3, 1, 1) for values in (DEVIATION, MEAN))
     return 1 / (255 * deviation), -mean / deviation
-
-
-def pipeline_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return stem, blocks and head of a ResNet in order: each takes the output of the previous."""
-    of: Any = model
-    stem = torch.nn.Sequential(of.conv1, of.bn1, of.relu, of.maxpool)
-    blocks = (*of.layer1, *of.layer2, *of.layer3, *of.layer4)
-    return [stem, *blocks, torch.nn.Sequential(of.avgpool, torch.nn.Flatten(), of.fc)]
 
 
 def torchvision() -> ModuleType:

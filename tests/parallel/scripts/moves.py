@@ -28,10 +28,7 @@ x, y = torch.randn(SAMPLES, 5).double(), torch.randn(SAMPLES, 1).double()
 
 
 def network() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Rows that no number of ranks divides, fewer than ranks, a frozen layer and an unused one.
-
-    Only the last layer has a float buffer, as the BatchNorm of a later stage of a pipeline.
-    """
+    """Rows that no number of ranks divides, fewer than ranks, a frozen layer and an unused one."""
     torch.manual_seed(1)
     net = torch.nn.Sequential(
         torch.nn.Linear(5, 7),

@@ -57,9 +57,6 @@ class Net(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.layers(inputs)
 
-    def pipeline_layers(self) -> list[torch.nn.Module]:
-        return list(self.layers)
-
 
 def sgd(net: torch.nn.Module, *, decay: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9, weight_decay=decay)
@@ -118,9 +115,7 @@ def backward(net: Any, inputs: torch.Tensor, labels: torch.Tensor, passes: int =
 
 
 def clip(net: Any) -> None:
-    """Clip, by the way that a model has of which this rank holds a stage alone."""
-    method = getattr(net, "clip_grad_norm_", None)
-    method(0.1) if method else clip_grad_norm_(net.parameters(), 0.1)
+    clip_grad_norm_(net.parameters(), 0.1)
 
 
 def clipped(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
@@ -427,9 +422,8 @@ elif __name__ == "__main__":
     train(two_passes)
     train(summed_together, skips=True)
     train(summed_beside_others)
-    if strategy != "pipeline":  # a scaler sees one stage alone, and a single layer has none
-        train(scaled)
-        adversarial()
+    train(scaled)
+    adversarial()
     one_model_after_the_other()
     misuse(Path(folder))
     saved_in_the_background(Path(folder, "background"))
@@ -437,6 +431,6 @@ elif __name__ == "__main__":
         read_ahead()
     if size > 1 and hvd.needs_empty_forward:
         without_its_empty_pass()
-    if size > 1 and strategy in ("zero", "fsdp", "pipeline"):
+    if size > 1 and strategy in ("zero", "fsdp"):
         refused_with_state()
     Path(folder, f"{rank}-of-{size}").touch()

@@ -1,14 +1,11 @@
-"""Gradients in buckets, layers in stages, tensors shared out among ranks."""
+"""Gradients in buckets, tensors shared out among ranks."""
 
 from __future__ import annotations
-
-import itertools
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.adapters.partition import BUCKET_BYTES, balanced_cuts, balanced_owners, buckets
+from hvdtrain.adapters.partition import BUCKET_BYTES, balanced_owners, buckets
 
 
 def test_buckets_go_from_the_back_and_hold_one_kind() -> None:
@@ -33,25 +30,3 @@ def test_no_rank_gets_much_more_than_its_share(sizes: list[int], number: int) ->
     assert sum(totals) == sum(sizes)
     # The rank with most had no more than the mean before it got its last one.
     assert max(totals) <= sum(sizes) / number + max(sizes, default=0)
-
-
-def test_stages_are_cut_behind_layers_without_cost() -> None:
-    assert balanced_cuts([5], 1) == [range(1)]
-    assert balanced_cuts([0, 0, 0], 3) == [range(1), range(1, 2), range(2, 3)]
-    assert balanced_cuts([1, 9, 0, 0, 4, 0], 2) == [range(4), range(4, 6)]
-    assert balanced_cuts([1, 9, 0, 0, 4, 0], 3) == [range(1), range(1, 4), range(4, 6)]
-
-
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=8), st.data())
-def test_no_other_cut_has_a_cheaper_most_costly_stage(costs: list[int], data: Any) -> None:
-    number = data.draw(st.integers(1, len(costs)))
-    stages = balanced_cuts(costs, number)
-    assert len(stages) == number and all(stages)
-    assert [index for stage in stages for index in stage] == list(range(len(costs)))
-
-    def most(cuts: tuple[int, ...]) -> int:
-        ends = itertools.pairwise([0, *cuts, len(costs)])
-        return max(sum(costs[low:high]) for low, high in ends)
-
-    every = itertools.combinations(range(1, len(costs)), number - 1)
-    assert most(tuple(stage[0] for stage in stages[1:])) == min(map(most, every))

@@ -29,8 +29,6 @@ VALUES: dict[str, Any] = {  # a non-default value of each option except --compre
     "cycle_time_ms": 3.0,
     "hierarchical_allreduce": True,
     "autotune": True,
-    "stages": 2,
-    "micro_batches": 4,
 }
 
 
@@ -169,5 +167,4 @@ def test_communication_options_are_options_of_a_training() -> None:
     assert Options().comm_options == CommOptions()
     values = {"compression": "fp16", **VALUES}
     assert Options(**values).comm_options == CommOptions(**values)
-    evaluated = Options(**values, evaluate_only=True).comm_options
-    assert evaluated == CommOptions(stages=2, micro_batches=4)  # the others are for updates only
+    assert Options(**values, evaluate_only=True).comm_options == CommOptions()  # no updates

@@ -161,8 +161,11 @@ def test_a_wrong_value_is_one_line_that_names_the_option(option: str) -> None:
         (["--lr"], ["--lr"]),
         (["--epochs", "--quiet"], ["--epochs"]),
         (["--quiet=5"], ["--quiet"]),
-        (["--stges", "2"], ["did you mean --stages?"]),
+        (["--stge", "d"], ["did you mean --stage?"]),
         (["--strategy=magic"], ["'magic'", ", ".join(STRATEGIES)]),
+        (["--strategy", "pipeline"], ["--strategy: pipeline was removed: use --strategy fsdp"]),
+        (["--stages=2"], ["--stages was removed: use --strategy fsdp", "model_parallel.py"]),
+        (["--micro-batches", "8"], ["--micro-batches was removed: use --strategy fsdp"]),
         (["--lr-schedule=step"], ["'step'", "constant, linear, cosine, polynomial, multistep"]),
     ],
 )

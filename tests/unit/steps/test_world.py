@@ -81,12 +81,6 @@ def test_another_size_is_refused_with_its_cause_and_a_remedy(
     assert ("OMPI_*" in message and "env -i" in message) == (seen == 4)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 6])
-def test_stages_of_a_model_share_a_part_of_the_data(stages: int) -> None:
-    worlds = [World(rank, 6, rank, 6, "h", 1, stages=stages) for rank in range(6)]
-    pairs = [(world.data_rank, world.stage) for world in worlds]
-    assert pairs == [(part, stage) for part in range(6 // stages) for stage in range(stages)]
-    for world in worlds:
-        assert (world.data_size, world.shares, world.devices) == (6 // stages, 6 // stages, 6)
-    several = World(0, 1, 0, 1, "h", 1, gpus_per_rank=4)
-    assert (several.data_size, several.shares, several.devices) == (1, 4, 4)
+def test_devices_are_those_of_all_ranks() -> None:
+    assert World(1, 6, 1, 6, "h", 1).devices == 6
+    assert World(0, 1, 0, 1, "h", 1, gpus_per_rank=4).devices == 4

@@ -31,7 +31,6 @@ def look(size: int = 1, **options: Any) -> None:
     [
         (1, {"lr_schedule": "multistep"}, "--lr-schedule multistep needs --lr-milestones"),
         (1, {"model": "resnet50"}, "--model resnet50: choose one of tutorial, small"),
-        (3, {"strategy": "pipeline", "stages": 2}, "--stages 2: 3 ranks .* a multiple of 2"),
         (3, {"reduction": "adasum"}, "--reduction adasum: .* power of two, not 3"),
         (2, {"strategy": "single"}, "--strategy single trains in one process"),
         (1, {"strategy": "ddp", "framework": "tensorflow"}, "--strategy ddp is for pytorch"),
@@ -47,7 +46,6 @@ def test_what_is_refused(size: int, options: dict[str, Any], words: str) -> None
 
 def test_what_is_not() -> None:
     look()
-    look(4, strategy="pipeline", stages=2)
     look(2, reduction="adasum")
     look(workload=SSD300)  # its recipe has milestones
     look(workload=replace(MNIST, options=Options, models=()), model="whatever")

@@ -55,7 +55,7 @@ def evaluated(task: Any, communicator: Communicator, global_batch: int) -> dict[
         evaluates_together=False,
         averaged_buffers=nullcontext,
         average_metrics=average,
-        data_communicator=communicator,
+        communicator=communicator,
     )
     return evaluate(adapter, task, global_batch)
 

@@ -292,8 +292,3 @@ def test_workers_leave_a_core_to_the_rank(
     requested: int | None, gpu: bool, cores: int, workers: int
 ) -> None:
     assert choose_workers(requested, gpu=gpu, cores=cores) == workers
-
-
-def test_the_batch_of_a_rank_is_that_of_all_its_stages() -> None:
-    world = World(0, 6, 0, 6, "host", 1, stages=3)
-    assert make_plan(WORKLOAD, Options(batch_size=5), world).global_batch == 2 * 5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.steps.summary import Bubble, Stopped, Summary
+from hvdtrain.steps.summary import Stopped, Summary
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.gpus import GpuMeter
 from hvdtrain.system.runtime import elastic
@@ -59,7 +59,7 @@ def test_the_table() -> None:
     assert table["training loss"] == "0.1234"
     assert table["test accuracy"] == "99.12 % of 10,000"
     assert table["images/s"] == "20,000.0 in the median step, 0.7 to 20,500.0; all ranks"
-    assert not {"checkpoint", "bubble", "GPUs"} & table.keys()
+    assert not {"checkpoint", "GPUs"} & table.keys()
     assert table_of(checkpoint="/c/step-1")["checkpoint"] == "/c/step-1"
     recorded = table_of(timeline="t.json")
     assert recorded["timeline"] == "t.json"
@@ -205,11 +205,3 @@ def test_values_of_nvml_for_gpus(
 def test_the_table_of_gpus() -> None:
     table = table_of(utilisation_mean=0.93, peak_memory_bytes=3 * 2**29, joules_per_image=0.1234)
     assert table["GPUs"] == "93 % busy, at most 1.5 GiB each, 0.123 J for each of the images"
-
-
-def test_the_bubble_of_a_pipeline() -> None:
-    bubble = Bubble(stages=2, micro_batches=8, formula=1 / 9, measured=0.25)
-    shown = "25 % of a step, 11 % by formula (2 stages, 8 micro-batches)"
-    assert table_of(bubble=bubble)["bubble"] == shown
-    unknown = replace(bubble, micro_batches=1, formula=0.5, measured=None)
-    assert table_of(bubble=unknown)["bubble"] == "50 % by formula (2 stages, 1 micro-batch)"

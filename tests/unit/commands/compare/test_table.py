@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 
 from hvdtrain import cli
 from hvdtrain.commands.compare import plot
-from hvdtrain.commands.compare.methods import CompareOptions, Method
+from hvdtrain.commands.compare.methods import CompareOptions
 from hvdtrain.commands.compare.table import (
     MethodResult,
     csv_text,
@@ -119,19 +119,6 @@ def test_the_table_has_no_empty_columns() -> None:
     assert figures(slow)[1][0][4] == "4.2 h"
     mixed = [trial(SINGLE), trial(replace(SINGLE, framework="tensorflow"))]
     assert figures(make_rows(mixed))[0][:2] == ["strategy", "framework"]
-
-
-def test_the_bubble_of_a_pipeline() -> None:
-    stages = Method("pipeline", "pytorch", ranks=2)
-    bubble = {"stages": 2, "micro_batches": 8, "formula": 1 / 9}
-    runs = [trial(stages, n, bubble={**bubble, "measured": n / 8}) for n in (1, 2, 3)]
-    rows = make_rows([*THREE, *runs])
-    assert [row.bubble for row in rows] == [None, None, 0.25]  # the median
-    assert rows[-1].bubble_formula == 1 / 9
-    header, cells = figures(rows)
-    assert header[-2:] == ["bubble", "by formula"]
-    assert [row[-2:] for row in cells] == [("-", "-"), ("-", "-"), ("25 %", "11 %")]
-    assert notes(header)[-1][0] == "by formula"
 
 
 def test_csv_and_json_have_the_same_keys() -> None:
