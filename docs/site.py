@@ -2,8 +2,7 @@
 
 The pages are written to be read in the repository, so they link to files outside this folder: these
 become pages of the site, other texts as they are, code as a listing, folders as a list of files.
-Tables of options and of summary keys are generated where a page has a marker. Addresses of pages
-that no longer exist redirect.
+Tables of options and of summary keys are generated where a page has a marker.
 """
 
 from __future__ import annotations
@@ -32,21 +31,6 @@ PICTURES = {".png", ".svg"}
 LANGUAGES = {".py": "python", ".sh": "bash", ".pbs": "bash", ".yaml": "yaml", ".cfg": "ini"}
 
 MARKER = re.compile(r"^<!-- (options|summary) -->$", re.MULTILINE)
-ELASTIC = "launch.html#elastic-training-surviving-lost-ranks-adding-hosts"
-MOVED = {
-    "cite": "index.html#how-to-cite",
-    "compare": "measuring.html#comparisons-hvdtrain-compare",
-    "elastic": ELASTIC,
-    "environments": "install.html#on-a-cluster-modules",
-    "exactness": "strategies.html#what-is-exact",
-    "faq": "doctor.html#common-problems",
-    "gpus": "install.html#gpus",
-    "horovod": "install.html",
-    "hosts": "launch.html#several-hosts",
-    "scaling": "measuring.html#scaling-hvdtrain-scaling",
-    "uninstall": "install.html#uninstall-and-the-cache",
-}
-"""Removed pages, and the addresses that have their content now."""
 
 
 def table(header: str, rows: Iterable[tuple[str, ...]]) -> str:
@@ -88,15 +72,6 @@ def summary() -> str:
     return table("key | type | meaning", rows)
 
 
-def redirect(address: str) -> str:
-    """Return a page that leads to ``address``."""
-    return (
-        f'<!doctype html><meta charset="utf-8"><title>Moved</title>'
-        f'<meta http-equiv="refresh" content="0; url={address}">'
-        f'<p>This page has moved: <a href="{address}">{address}</a>.\n'
-    )
-
-
 def in_site(path: str) -> str:
     """Return where ``path``, relative to the repository, is in the site."""
     if path.startswith("docs/"):
@@ -124,9 +99,7 @@ def listing(path: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the redirects, README, and all files that it or a page links to, recursively."""
-    for name, address in MOVED.items():
-        files.append(File.generated(config, f"{name}.html", content=redirect(address)))
+    """Add README, and all files that it or a page links to, recursively."""
     waiting = ["README.md", *(f"docs/{page.src_uri}" for page in files.documentation_pages())]
     seen = set()
     while waiting:

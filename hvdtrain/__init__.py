@@ -5,7 +5,6 @@ needs no framework and does not initialize MPI.
 """
 
 import importlib
-import warnings
 
 __version__ = "0.1.0"
 
@@ -28,11 +27,6 @@ __all__ = sorted(["__version__", *_MODULES])
 
 
 def __getattr__(name: str) -> object:
-    if name == "Levers":  # until version 0.2
-        warnings.warn(
-            "hvdtrain.Levers is deprecated: use CommOptions", DeprecationWarning, stacklevel=2
-        )
-        name = "CommOptions"
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

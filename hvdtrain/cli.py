@@ -116,7 +116,7 @@ def overview() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
     parser.add_argument(
         "--completion",
-        choices=("bash", "zsh", "tcsh"),
+        choices=("bash", "zsh"),
         metavar="SHELL",
         help='print shell completion: eval "$(hvdtrain --completion bash)"',
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-import warnings
 from collections.abc import Collection, Mapping
 
 from packaging.version import Version
@@ -28,7 +27,6 @@ def adapter(
     environ: Mapping[str, str] = os.environ,
     *,
     comm_options: CommOptions = DEFAULTS,
-    levers: CommOptions | None = None,
 ) -> CommonAdapter:
     """Return the adapter, which implements the eight steps.
 
@@ -38,16 +36,10 @@ def adapter(
             otherwise ``single`` for one process.
         environ: the environment from which the launcher is detected.
         comm_options: communication options, e.g. ``CommOptions(compression="fp16")``.
-        levers: former name of ``comm_options``, until version 0.2.
 
     Raises:
         UsageError: a package is not installed, or strategy, launcher and options do not fit.
     """
-    if levers is not None:
-        warnings.warn(
-            "adapter(levers=) is deprecated: use comm_options=", DeprecationWarning, stacklevel=2
-        )
-        comm_options = levers
     if framework not in PACKAGES:
         meant = {"torch": "pytorch", "tf": "tensorflow", "keras": "tensorflow"}.get(framework)
         hint = f" (did you mean {meant}?)" if meant else ""

@@ -30,6 +30,7 @@ _PIPELINE = (
 )
 # Options and values of options that were removed: what to use instead.
 REMOVED = {
+    "--local-rank": "use torchrun, which sets LOCAL_RANK",
     "--micro-batches": _PIPELINE,
     "--stages": _PIPELINE,
     "--strategy pipeline": _PIPELINE,

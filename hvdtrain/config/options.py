@@ -208,15 +208,11 @@ class Options(CommOptions):
         positive,
         group="distribution",
     )
-    local_rank: int | None = option(
-        None, "local rank as passed by torch.distributed.launch; must equal LOCAL_RANK", count
-    )
     check_replicas: int = option(
         1000,
         "number of updates between checks that parameters and optimizer state are equal on all "
         "ranks; 0: check only when saving",
         count,
-        group="distribution",
     )
     evaluate_epochs: tuple[int, ...] | None = option(
         None,

@@ -41,7 +41,6 @@ from hvdtrain.system.files import FULL
 log = logging.getLogger(__name__)
 
 PREFIX, PARTIAL, REMOVED = "step-", ".partial-", "~"
-DATA_DIGEST = "training_data_digest"  # a key of an origin
 NAME = re.compile(PREFIX + r"([0-9]+)(?:\+([0-9]+))?")
 
 
@@ -304,8 +303,6 @@ def check_origin(
 ) -> None:
     """Raise if the checkpoint is of another training; ``option``: how the user specified it.
 
-    ``DATA_DIGEST`` is compared only if both have it: some data has none, nor have old checkpoints.
-
     Raises:
         UsageError: naming each difference with both values.
     """
@@ -314,7 +311,7 @@ def check_origin(
     wrong = [
         f"{key.replace('_', ' ')} {saved.get(key)!r} there, {value!r} here"
         for key, value in origin.items()
-        if saved.get(key, value if key == DATA_DIGEST else None) != value
+        if saved.get(key) != value
     ]
     if wrong:
         raise UsageError(

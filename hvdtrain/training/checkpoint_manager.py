@@ -67,7 +67,7 @@ class CheckpointManager:
         self.origin = {
             **training_origin(session.workload, session.options, session.plan),
             "training_samples": data.samples,
-            **({checkpoints.DATA_DIGEST: data.digest[:SHOWN]} if data.digest else {}),
+            **({"training_data_digest": data.digest[:SHOWN]} if data.digest else {}),
         }
         self.path: str | None = None
         self._saved: Any = None  # mark of the checkpoint at ``path``

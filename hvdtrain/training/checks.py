@@ -31,7 +31,7 @@ from hvdtrain.training.tracking import check_trackers
 
 SHOWN = 12  # digits of a digest
 # Options that only rank 0 uses, or that do not affect results.
-LOCAL = ("quiet", "summary", "metrics", "tracker", "profile_dir", "workers", "local_rank")
+LOCAL = ("quiet", "summary", "metrics", "tracker", "profile_dir", "workers")
 
 
 def check_early(

@@ -23,7 +23,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.files import check_writable, is_own_folder
 from hvdtrain.system.machine.threads import local_cores
 from hvdtrain.system.runtime import spawn, terminal
-from hvdtrain.system.runtime.detect import SPAWN, check_local_rank, detect, is_restarted
+from hvdtrain.system.runtime.detect import SPAWN, detect, is_restarted
 from hvdtrain.system.runtime.scratch import use_scratch_directory
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.tasks.task import Task, Workload
@@ -55,7 +55,6 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
         epilog=workload.epilog,
         kind=workload.options,
     )
-    check_local_rank(options.local_rank, os.environ)
     launch = detect(os.environ)
     spawns = options.spawn and launch.launcher != SPAWN
     launch = spawn.spawned(options.spawn) if options.spawn and spawns else launch

@@ -554,11 +554,6 @@ def read_nodelist(data: bytes, folder: Path) -> None:
     _check_hosts({"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": counts})
 
 
-@reader("lsf-hosts", "batch")
-def read_lsf_hosts(data: bytes, folder: Path) -> None:
-    _check_hosts({"LSB_MCPU_HOSTS": data.decode(errors="surrogateescape")})
-
-
 @reader("batch-output", "batch")
 def read_batch(data: bytes, folder: Path) -> None:
     """Read the output of qstat, scontrol or squeue."""

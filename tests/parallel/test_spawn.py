@@ -70,21 +70,12 @@ def test_the_ranks_of_one_host_listen_on_loopback_only(command: tuple[str, ...])
     assert outcome.out.count("listens at {'127.0.0.1'}\n") == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "variables", "text"),
-    [
-        ((), {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "mpirun (Open MPI) start"),
-        (("--local_rank=1",), {}, "--local-rank 1, but there is no launcher"),
-    ],
-)
-def test_wrong_use_is_one_line(
-    words: tuple[str, ...], variables: dict[str, str], text: str
-) -> None:
-    outcome = run([*SPAWN, *words], **variables)
+def test_wrong_use_is_one_line() -> None:
+    outcome = run([*SPAWN], OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
     assert outcome.code == 2, outcome.err
     (message,) = outcome.err.splitlines()
     assert message.startswith("hvdtrain: error: ")
-    assert text in message
+    assert "mpirun (Open MPI) start" in message
 
 
 def endless(started: Start, folder: Path) -> subprocess.Popen[str]:

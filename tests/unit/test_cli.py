@@ -201,7 +201,7 @@ def test_tab_in_a_terminal(completion: Path, tmp_path: Path) -> None:
         (["scaling", "--weak", "--strong"], "--strong: not allowed with argument --weak"),
         (["compare", "--batch-size", "max"], "--batch-size: no such option; see hvdtrain compare"),
         (["report", "x", "--hmtl", "y"], "--hmtl: no such option; did you mean --html?"),
-        (["--completion", "bsh"], "--completion: 'bsh': choose one of bash, zsh, tcsh (did"),
+        (["--completion", "bsh"], "--completion: 'bsh': choose one of bash, zsh (did"),
         (["--versoin"], "--versoin: no such option; did you mean --version?"),
     ],
 )

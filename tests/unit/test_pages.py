@@ -111,14 +111,3 @@ def test_the_tables_list_every_option_and_every_key(site: ModuleType) -> None:
     assert keys == list(Summary.__dataclass_fields__)
     markers = site.MARKER.findall((ROOT / "docs" / "training.md").read_text())
     assert markers == ["options", "summary"]
-
-
-def test_each_redirect_leads_to_a_heading(site: ModuleType) -> None:
-    for name, address in site.MOVED.items():
-        assert not (ROOT / "docs" / f"{name}.md").exists()
-        page, _, anchor = address.partition("#")
-        path = "README.md" if page == "index.html" else f"docs/{page.removesuffix('.html')}.md"
-        headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
-        slugs = [re.sub(r"[^\w\s-]", "", heading.lower()).split() for heading in headings]
-        assert not anchor or anchor in ["-".join(words) for words in slugs], address
-        assert f'url={address}"' in site.redirect(address)

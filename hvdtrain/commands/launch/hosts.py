@@ -1,7 +1,7 @@
 """The hosts of the batch system or the user, and the ranks on each; no name is resolved.
 
-PBS provides a file with a line per slot, Slurm and LSF set variables. A slot is the room for one
-rank, as counted by the batch system.
+PBS provides a file with a line per slot, Slurm sets variables. A slot is the room for one rank, as
+counted by the batch system.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdtrain.system.files import read_regular
 from hvdtrain.system.machine.limits import physical_cores
 from hvdtrain.system.output.text import plural
 
-BATCH_SYSTEMS = ("PBS", "Slurm", "LSF")
+BATCH_SYSTEMS = ("PBS", "Slurm")
 SLOTS = "give each host its slots, e.g. --hosts node1:2,node2:2"
 MOST_PER_CORE = 32  # ranks on this machine; one that imports PyTorch takes 200 MB
 MOST_NODES = 250_000  # per job; a longer list is not a node list
@@ -45,7 +45,7 @@ class Host:
 class Allocation:
     """The hosts that ranks may be started on."""
 
-    source: str  # their origin: "PBS", "Slurm", "LSF", the option with the hosts, or "none"
+    source: str  # their origin: "PBS", "Slurm", the option with the hosts, or "none"
     hosts: tuple[Host, ...] = ()  # in their original order; empty: this machine
 
     @property
@@ -67,17 +67,6 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation:
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if nodes:
         return Allocation("Slurm", _slurm(nodes, environ))
-    if environ.get("LSB_DJOB_HOSTFILE"):
-        file = Path(environ["LSB_DJOB_HOSTFILE"])
-        return Allocation("LSF", read_hostfile(file, "LSB_DJOB_HOSTFILE"))
-    if environ.get("LSB_MCPU_HOSTS"):
-        words = environ["LSB_MCPU_HOSTS"].split()
-        pairs = zip(words[::2], words[1::2], strict=False)
-        hosts = [Host(*_split(name, slots)) for name, slots in pairs]
-        if len(words) % 2 or not all(host.name and host.slots for host in hosts):
-            shown = " ".join(words)[:SHOWN]
-            raise UsageError(f"LSB_MCPU_HOSTS={shown}: expected pairs `host slots`")
-        return Allocation("LSF", merge(hosts))
     return Allocation("none")
 
 

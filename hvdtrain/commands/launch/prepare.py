@@ -65,7 +65,7 @@ def add_host_options(parser: argparse._ActionsContainer) -> None:
     hosts.add_argument(
         "--hosts",
         metavar="A:2,B:2",
-        help="hosts and their slots (default: those of the PBS, Slurm or LSF job, or this host)",
+        help="hosts and their slots (default: those of the PBS or Slurm job, or this host)",
     )
     hosts.add_argument(
         "--hostfile",

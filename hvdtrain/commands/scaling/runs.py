@@ -2,8 +2,8 @@
 
 A line of ``results.jsonl`` has ``ranks``, ``repeat`` (from 1), ``scaling`` (weak or strong), the
 ``command`` as typed, ``machine`` and ``cores`` of the host that started it, the ``threads`` per
-rank (null: chosen by the program), the ``room`` (number of ranks that share the cores of a host),
-and the complete ``summary`` of the run.
+rank (null: chosen by the program), ``ranks_per_host`` (those that share the cores of a host), and
+the complete ``summary`` of the run.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ WEAK, STRONG = "weak", "strong"
 MOST = 2**53  # largest number in a table, as in a summary
 SHOWN = 20  # characters of a wrong value in a message
 SPLIT = ("data", "compute", "communication", "waiting", "undivided")  # parts of a step
-RUN_COLUMNS = ("ranks", "repeat", "scaling", "machine", "cores", "threads")  # fields of a run
-TEXT_COLUMNS = ("workload", "framework", "strategy", "model", "precision")  # of a summary
+# Fields of a run and of a summary.
+RUN_COLUMNS = ("ranks", "repeat", "scaling", "machine", "cores", "threads", "ranks_per_host")
+TEXT_COLUMNS = ("workload", "framework", "strategy", "model", "precision")
 # Columns of numbers, with their type and least value.
 NUMBERS: dict[str, tuple[Callable[[str], Any], float]] = {
     "images_per_second": (float, 1 / MOST),
@@ -43,13 +44,13 @@ NUMBERS: dict[str, tuple[Callable[[str], Any], float]] = {
     **dict.fromkeys(
         ("ranks", "messages", "gradient_bytes", "global_batch_size", "hosts"), (int, 1)
     ),
-    **dict.fromkeys(("cores", "threads", "room"), (int, 1)),
+    **dict.fromkeys(("cores", "threads", "ranks_per_host"), (int, 1)),
 }
 HEADER = (
     "ranks,repeat,images_per_second,images_per_second_std,step_seconds,data_seconds,"
     "compute_seconds,communication_seconds,waiting_seconds,undivided_seconds,messages,"
     "gradient_bytes,scaling,workload,framework,strategy,model,precision,global_batch_size,hosts,"
-    "machine,cores,threads,room,timeline"
+    "machine,cores,threads,ranks_per_host,timeline"
 )
 COLUMNS = HEADER.split(",")
 NAMED = 4  # maximum number of runs named in a message
@@ -110,9 +111,7 @@ def read_lines(path: Path) -> list[MeasuredRun]:
 
 
 def _run(content: Any) -> MeasuredRun:
-    fields = {**content, "ranks_per_host": content.get("room")}
-    fields.pop("room", None)
-    run = records.decode(MeasuredRun, fields)
+    run = records.decode(MeasuredRun, content)
     if not (run.ranks >= 1 and math.isfinite(run.rate) and run.rate > 0):
         raise ValueError(f"{run.rate} images/s on {run.ranks} ranks")
     for part, seconds in run.split.items():
@@ -123,9 +122,7 @@ def _run(content: Any) -> MeasuredRun:
 
 def append_line(path: Path, run: MeasuredRun) -> None:
     """Append a run to a JSON Lines file."""
-    content = records.encode(run)
-    content["room"] = content.pop("ranks_per_host")
-    records.append(path, content, _run)
+    records.append(path, records.encode(run), _run)
 
 
 def table_text(runs: Sequence[MeasuredRun]) -> str:
@@ -144,7 +141,6 @@ def table_text(runs: Sequence[MeasuredRun]) -> str:
                 **{f"{part}_seconds": run.split.get(part) for part in SPLIT},
                 "messages": traffic and traffic.count,
                 "gradient_bytes": traffic and traffic.bytes,
-                "room": run.ranks_per_host,
             }
         )
     return text.getvalue()
@@ -220,7 +216,7 @@ def _from_row(texts: Mapping[str, str], values: Mapping[str, Any], repeat: int) 
         machine=texts.get("machine", ""),
         cores=values.get("cores"),
         threads=values.get("threads"),
-        ranks_per_host=values.get("room"),
+        ranks_per_host=values.get("ranks_per_host"),
     )
 
 

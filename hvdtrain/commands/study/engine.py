@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 SUMMARY, CURVES, LOG = ".json", ".jsonl", ".log"  # suffixes of the files of a run
 SHOWN = 12  # last lines of a failed run's output
-HOSTS = "hosts and their slots (default: those of the PBS, Slurm or LSF job, or this host)"
+HOSTS = "hosts and their slots (default: those of the PBS or Slurm job, or this host)"
 HOSTFILE = "file with lines `host`, `host:4` or `host slots=4`"
 RESULTS = "directory for results and plots"
 TARGET = "metric to reach, e.g. accuracy=0.985: report the time to it"

@@ -22,7 +22,7 @@ from hvdtrain.errors import UsageError
 LIBRARY = re.compile(r"libmpi(ch|_(abi|cray|gnu|intel|nvidia|amd|aocc)(_\w+)?)?\.so[.\d]*")
 VERSION_LENGTH = 8192  # MPI_MAX_LIBRARY_VERSION_STRING is 256 in Open MPI, 8192 in MPICH
 LAUNCHERS = re.compile(
-    r"(mpirun|mpiexec|orterun|orted|prterun|prted|prun|hydra|palsd|pals|slurmstepd|srun|jsrun|flux)"
+    r"(mpirun|mpiexec|orterun|orted|prterun|prted|prun|hydra|palsd|pals|slurmstepd|srun|flux)"
 )
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hvdtrain.errors import UsageError
-
 
 @dataclass(frozen=True)
 class Launcher:
     """A launcher and the environment variables that it sets for a rank.
 
     Sources: the manual pages of mpirun (Open MPI), mpiexec.hydra (MPICH, Intel MPI), PALS mpiexec,
-    srun, jsrun and torchrun; Horovod's gloo_run.py.
+    srun and torchrun; Horovod's gloo_run.py.
     """
 
     name: str
@@ -63,7 +61,7 @@ LAUNCHERS = (
 RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # maximum number of restarts by torchrun
 SLOT = "HVDTRAIN_SLOT"  # slot of this process in `hvdtrain launch --elastic`
 
-JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")  # job id in batch systems
+JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID")  # job id in batch systems
 
 
 @dataclass(frozen=True)
@@ -117,22 +115,6 @@ def may_be_shell(environ: Mapping[str, str]) -> bool:
     """
     launch = detect(environ)
     return STEP in environ and launch.size == 1 and launch.launcher in (SRUN, HYDRA)
-
-
-def check_local_rank(local_rank: int | None, environ: Mapping[str, str]) -> None:
-    """Raise ``UsageError`` if torch.distributed.launch's --local-rank differs from ``environ``."""
-    launch = detect(environ)
-    names = [launcher.local_rank for launcher in LAUNCHERS if launcher.name == launch.launcher]
-    known = launch.launcher is None or any(_number(environ, name) is not None for name in names)
-    if local_rank is None or local_rank == launch.local_rank or not known:
-        return
-    expected = (
-        f"{launch.launcher} set {names[0]}={launch.local_rank}" if names else "there is no launcher"
-    )
-    raise UsageError(
-        f"--local-rank {local_rank}, but {expected}: leave the option out; "
-        "torch.distributed.launch passes it automatically"
-    )
 
 
 def is_restarted(environ: Mapping[str, str]) -> bool:

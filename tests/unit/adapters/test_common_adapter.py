@@ -263,7 +263,7 @@ def test_values_that_are_not_finite_are_neither_saved_nor_resumed(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"step-00000000{step}" for step in (1, 2)[: 1 + mask]
     ]
-    # As an older version saved it.
+    # As if it had been saved nevertheless.
     arrays = {"w": np.ones(2), "steps": np.array(0), "mean": np.zeros(1, np.float32)}
     arrays |= {name: np.array([value])} if where != "momentum" else {}
     momenta = {"m": np.array([value if where == "momentum" else 1.0])}

@@ -103,7 +103,7 @@ def test_trackers_and_ranks_to_profile_in_each_spelling(tmp_path: Path) -> None:
     assert read(file).tracker == several
     assert read(file, "--tracker=wandb").tracker == ("wandb",)  # the line wins
     assert read(config(tmp_path, "tracker: mlflow\n")).tracker == ("mlflow",)
-    for words in (["--tensorboard", "my logs"], ["--tensorboard=my logs"]):  # its former name
+    for words in (["--tensorboard", "my logs"], ["--tensorboard=my logs"]):
         assert read(*words).tracker == ("tensorboard=my logs",)
     assert read(config(tmp_path, "tensorboard: my logs\n")).tracker == ("tensorboard=my logs",)
     for words in (["--tensorboard"], ["--tensorboard="], ["--tensorboard", "--quiet"]):
@@ -166,6 +166,7 @@ def test_a_wrong_value_is_one_line_that_names_the_option(option: str) -> None:
         (["--strategy", "pipeline"], ["--strategy: pipeline was removed: use --strategy fsdp"]),
         (["--stages=2"], ["--stages was removed: use --strategy fsdp", "model_parallel.py"]),
         (["--micro-batches", "8"], ["--micro-batches was removed: use --strategy fsdp"]),
+        (["--local_rank=1"], ["--local-rank was removed: use torchrun, which sets LOCAL_RANK"]),
         (["--lr-schedule=step"], ["'step'", "constant, linear, cosine, polynomial, multistep"]),
     ],
 )

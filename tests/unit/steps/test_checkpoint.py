@@ -25,7 +25,6 @@ from hvdtrain.errors import CheckpointError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import checkpoint_files
 from hvdtrain.steps.checkpoint import (
-    DATA_DIGEST,
     check_origin,
     load,
     load_newest,
@@ -687,14 +686,13 @@ def test_a_checkpoint_of_another_training_is_refused_with_each_difference(two: P
         check_origin(checkpoint, {"model": "large", "seed": 0})
 
 
-def test_a_checkpoint_of_other_data_is_refused_if_both_digests_are_known(tmp_path: Path) -> None:
-    known = Checkpoint({}, {}, {"origin": {"model": "small", DATA_DIGEST: "0a"}}, tmp_path)
-    check_origin(known, {"model": "small", DATA_DIGEST: "0a"})
-    check_origin(known, {"model": "small"})  # data of a user's class
+def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
+    origin = {"model": "small", "training_data_digest": "0a"}
+    checkpoint = Checkpoint({}, {}, {"origin": origin}, tmp_path)
+    check_origin(checkpoint, origin)
+    check_origin(checkpoint, {"model": "small"})  # data of a user's class
     with pytest.raises(UsageError, match=r"\(training data digest '0a' there, 'b1' here\).* data"):
-        check_origin(known, {"model": "small", DATA_DIGEST: "b1"})
-    older = Checkpoint({}, {}, {"origin": {"model": "small"}}, tmp_path)
-    check_origin(older, {"model": "small", DATA_DIGEST: "b1"})
+        check_origin(checkpoint, {**origin, "training_data_digest": "b1"})
 
 
 def test_set_aside_moves_all_checkpoints(two: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_figures_of_saves_in_the_background(
         ("dali", "pillow", True),
         ("pillow", "dali", True),
         ("dali", "dali", False),
-        (None, "pillow", False),  # saved by an earlier version
+        (None, "pillow", False),
         ("", "dali", False),
         ("dali", "", False),
         ("a\nb", "dali", False),

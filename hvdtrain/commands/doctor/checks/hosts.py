@@ -16,7 +16,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.network import is_this_host
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
 
-SUBMITTERS = {"sbatch": "Slurm", "qsub": "PBS", "bsub": "LSF"}
+SUBMITTERS = ("sbatch", "qsub")
 OTHERS = "other hosts"
 SSH = 22
 TIMEOUT = 3.0  # seconds, per host
@@ -74,7 +74,7 @@ def batch_findings(batch: BatchSystem, local: Collection[str]) -> Iterator[Findi
         paths = ", ".join(batch.submitters)
         yield Finding("scheduler", OK, f"{paths}; outside a job: probably a login node")
     else:
-        yield Finding("scheduler", ABSENT, "no qsub, sbatch or bsub on the PATH")
+        yield Finding("scheduler", ABSENT, "neither qsub nor sbatch on the PATH")
     if batch.error:
         yield Finding("hosts of the job", ERROR, batch.error, "check the job script's variables")
     elif not hosts:

@@ -1,4 +1,4 @@
-"""Hosts: the files and variables of PBS, Slurm and LSF, and the layout of ranks."""
+"""Hosts: the files and variables of PBS and Slurm, and the layout of ranks."""
 
 from __future__ import annotations
 
@@ -165,8 +165,6 @@ def test_invalid_counts_are_refused(text: str) -> None:
 
 
 def test_other_numbers_that_are_too_large_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="expected pairs"):
-        find_allocation({"LSB_MCPU_HOSTS": f"a {LONG}"})
     with pytest.raises(UsageError, match="line 1"):
         read_hostfile(write(tmp_path / "f", f"a slots={LONG}"), "--hostfile")
 
@@ -180,8 +178,6 @@ def test_the_source_of_the_hosts(tmp_path: Path) -> None:
     assert find_allocation({}) == Allocation("none")
     assert find_allocation({"PBS_NODEFILE": file}) == Allocation("PBS", A2B2)
     assert find_allocation(slurm) == Allocation("Slurm", A2B2)
-    assert find_allocation({"LSB_DJOB_HOSTFILE": file}) == Allocation("LSF", A2B2)
-    assert find_allocation({"LSB_MCPU_HOSTS": "a 2 b 2 "}) == Allocation("LSF", A2B2)
     # A job script of the Torque wrappers on Slurm may have created a nodefile, or not.
     assert find_allocation({**slurm, "PBS_NODEFILE": file}).source == "PBS"
     assert find_allocation({**slurm, "PBS_JOBID": "12", "PBS_NODEFILE": ""}).source == "Slurm"
@@ -198,8 +194,6 @@ def test_a_slurm_job_that_requested_only_nodes() -> None:
     [
         ({}, "SLURM_TASKS_PER_NODE is not set"),
         ({"SLURM_TASKS_PER_NODE": "4"}, "_NODE=4 is for 1 nodes, SLURM_JOB_NODELIST=a,b has 2"),
-        ({"SLURM_JOB_NODELIST": "", "LSB_MCPU_HOSTS": "a 2 b"}, "expected pairs `host slots`"),
-        ({"SLURM_JOB_NODELIST": "", "LSB_MCPU_HOSTS": "a b"}, "expected pairs `host slots`"),
     ],
 )
 def test_inconsistent_variables_are_refused(environ: dict[str, str], message: str) -> None:

@@ -156,7 +156,7 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     assert read_lines(file) == []
     for record in runs:
         append_line(file, replace(record, ranks_per_host=2))
-    assert json.loads(file.read_text().splitlines()[0])["room"] == 2
+    assert json.loads(file.read_text().splitlines()[0])["ranks_per_host"] == 2
     assert [replace(record, ranks_per_host=None) for record in read_lines(file)] == runs
     file.write_text(file.read_text().removesuffix("\n"))  # as an editor or a full disk leaves it
     append_line(file, run(4))

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.detect import (
     BY_HAND,
     HOROVODRUN,
@@ -14,7 +13,6 @@ from hvdtrain.system.runtime.detect import (
     SINGLE_RANK,
     SPAWN,
     LaunchInfo,
-    check_local_rank,
     detect,
     is_elastic,
     is_restarted,
@@ -158,31 +156,6 @@ def test_detect_reads_only_its_argument(monkeypatch: pytest.MonkeyPatch) -> None
     for key, value in OPEN_MPI.items():
         monkeypatch.setenv(key, value)
     assert detect({}) == SINGLE_RANK
-
-
-@pytest.mark.parametrize(
-    ("local_rank", "environ", "words"),
-    [
-        (0, TORCHRUN, ["--local-rank 0, but torchrun set LOCAL_RANK=1", "leave the option out"]),
-        (0, KUBERNETES, ["--local-rank 0, but RANK and WORLD_SIZE set LOCAL_RANK=1"]),
-        (2, OPEN_MPI, ["mpirun (Open MPI) set OMPI_COMM_WORLD_LOCAL_RANK=1"]),
-        (1, {}, ["--local-rank 1, but there is no launcher"]),
-    ],
-)
-def test_a_local_rank_that_differs_from_the_launchers_is_reported(
-    local_rank: int, environ: dict[str, str], words: list[str]
-) -> None:
-    with pytest.raises(UsageError) as caught:
-        check_local_rank(local_rank, environ)
-    assert all(word in str(caught.value) for word in words)
-
-
-def test_a_local_rank_that_agrees_or_is_not_set_by_the_launcher() -> None:
-    for environ in (TORCHRUN, KUBERNETES, OPEN_MPI, SRUN):
-        check_local_rank(1, environ)
-        check_local_rank(None, environ)
-    check_local_rank(0, {})
-    check_local_rank(3, without(KUBERNETES, "LOCAL_RANK", "LOCAL_WORLD_SIZE"))  # unknown
 
 
 @pytest.mark.parametrize(
