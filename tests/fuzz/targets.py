@@ -22,30 +22,13 @@ import numpy as np
 from PIL import Image
 from typing_extensions import override
 
-from hvdtrain import cli
 from hvdtrain.adapters.select import adapter
-from hvdtrain.commands.compare import plot as compare_plot
-from hvdtrain.commands.compare import table as compare_table
-from hvdtrain.commands.compare.trials import append_trial, read_trials
-from hvdtrain.commands.launch.hosts import find_allocation, lay_out, parse_lines
+from hvdtrain.commands.compare.trials import append_trial
 from hvdtrain.commands.pack.packing import Packing, shard_problem
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.commands.report.find import look
-from hvdtrain.commands.report.page import render
 from hvdtrain.commands.scaling import fit
-from hvdtrain.commands.scaling.report import study_data, study_text
-from hvdtrain.commands.scaling.results import make_study, title
-from hvdtrain.commands.scaling.runs import (
-    MeasuredRun,
-    append_line,
-    check_comparable,
-    read_folder,
-    read_table,
-    table_text,
-)
-from hvdtrain.commands.study.curves import evaluations, read_curves
-from hvdtrain.commands.submit import chain, pbs, slurm
-from hvdtrain.commands.submit.dialect import State
+from hvdtrain.commands.scaling.runs import append_line
 from hvdtrain.commands.timeline import report, trace_page
 from hvdtrain.commands.timeline.analyse import Recorder
 from hvdtrain.commands.timeline.read import repair
@@ -53,11 +36,9 @@ from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.config.command_line import parse
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.steps import checkpoint_files, directory_lock
+from hvdtrain.steps import checkpoint_files
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, STATE_FILE, TRAINING_FILE
-from hvdtrain.steps.directory_lock import Owner
-from hvdtrain.steps.summary import Summary
-from hvdtrain.system.runtime import elastic, failure_detector, walltime
+from hvdtrain.system.runtime import elastic, failure_detector
 from hvdtrain.system.runtime.failure_detector import (
     ACCEPTING,
     CONFIRM,
@@ -76,11 +57,10 @@ from hvdtrain.workloads.data.files import Names
 from hvdtrain.workloads.mnist import data as mnist
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
-from tests.studies import DDP, SINGLE, TUTORIAL, run, summary, trial, unavailable_trial
+from tests.studies import DDP, SINGLE, run, summary, trial
 from tests.timelines import straggling
 
 CORPUS = Path(__file__).parent / "corpus"
-SITES = Path(cli.__file__).parent / "commands" / "submit" / "sites"
 Read = Callable[[bytes, Path], object]
 """Reads an input in an empty folder."""
 
@@ -169,7 +149,7 @@ def _idx(shape: tuple[int, ...]) -> bytes:
     return struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape) + bytes(int(np.prod(shape)))
 
 
-IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+IMAGES = "train-images-idx3-ubyte"
 IDX = {
     f"{split}-{kind}-ubyte": _idx(shape)
     for split in ("train", "t10k")
@@ -177,14 +157,9 @@ IDX = {
 }
 
 
-@reader("idx-images", "data", lambda: [IDX[IMAGES], gzip.compress(IDX[IMAGES], mtime=0)])
-def read_idx_images(data: bytes, folder: Path) -> None:
+@reader("idx", "data", lambda: [IDX[IMAGES], gzip.compress(IDX[IMAGES], mtime=0)])
+def read_idx(data: bytes, folder: Path) -> None:
     mnist.load(content(folder, {**IDX, IMAGES: data}))
-
-
-@reader("idx-labels", "data", lambda: [IDX[LABELS], gzip.compress(IDX[LABELS], mtime=0)])
-def read_idx_labels(data: bytes, folder: Path) -> None:
-    mnist.load(content(folder, {**IDX, LABELS: data}))
 
 
 def picture(form: str, mode: str = "RGB") -> bytes:
@@ -273,21 +248,6 @@ def parts(file: bytes) -> tuple[bytes, bytes]:
     return file[8:end], file[end:]
 
 
-def pack_headers() -> list[bytes]:
-    header, _ = parts(pack_files()[packed.INDEX])
-    return [header, json.loads(header)["__metadata__"]["hvdtrain"].encode()]
-
-
-@reader("pack-header", "data", pack_headers)
-def read_pack_header(data: bytes, folder: Path) -> None:
-    """Read an index with the header ``data``, or only its metadata."""
-    header, arrays = parts(pack_files()[packed.INDEX])
-    if b"__metadata__" not in data:
-        metadata = {"hvdtrain": data.decode(errors="replace")}
-        data = json.dumps({**json.loads(header), "__metadata__": metadata}).encode()
-    read_pack(len(data).to_bytes(8, "little") + data + arrays, folder)
-
-
 # Checkpoints
 
 STEP = "step-000000003"
@@ -344,8 +304,6 @@ def read_checkpoint(state: bytes, folder: Path, tensors: bytes | None = None) ->
         if newest := checkpoints.read_newest_state(folder):
             checkpoints.check_origin(newest, ORIGIN)
         assert isinstance(checkpoint_files.score(folder / STEP), float | None)
-        assert isinstance(chain.unfinished(folder), str)
-        look(folder)
 
     every(other_commands, lambda: checkpoints.load(folder / STEP, check), resume)
 
@@ -400,12 +358,6 @@ def read_tensor_header(data: bytes, folder: Path) -> None:
     read_tensors(len(data).to_bytes(8, "little") + data + rest, folder)
 
 
-@reader("checkpoint-lock", "checkpoints", lambda: [_json(asdict(Owner.this_process()))])
-def read_lock(data: bytes, folder: Path) -> None:
-    content(folder, {directory_lock.NAME: data})
-    assert directory_lock._read_holder(folder / directory_lock.NAME)
-
-
 # Results
 
 
@@ -425,78 +377,28 @@ def read_timeline(data: bytes, folder: Path) -> None:
     assert (report.text(facts) + report.comparison(report.compare(facts, sliced))).encode()
 
 
-@reader("summary", "results", lambda: [_json(summary(2, samples_trained=9))])
-def read_summary(data: bytes, folder: Path) -> None:
-    path = content(folder, {"run.json": data}) / "run.json"
-    every(
-        lambda: Summary.read(path, needed=["images_per_second_mean"]).to_json(),
-        lambda: render(look(folder)).encode(),
-    )
+def results() -> list[bytes]:
+    runs = [run(ranks, n, 90.0 * ranks + n) for ranks in (1, 2, 4) for n in (1, 2)]
+    trials = [trial(SINGLE), trial(DDP, rate=150.0)]
+
+    def write(folder: Path) -> None:
+        for each in runs:
+            append_line(folder / "results.jsonl", each)
+        for each in trials:
+            append_trial(folder, each)
+
+    return [_json(summary(2, samples_trained=9)), *written(write).values()]
 
 
-def _study(runs: list[MeasuredRun], folder: Path) -> None:
-    scaling = runs[0].scaling or "weak"
-    check_comparable(runs, scaling, str(folder))
-    with mock.patch.object(fit, "SAMPLES", 2):  # as many take a second
-        study = make_study(runs, scaling)
-    json.dumps(study_data(study))
-    table_text(runs)
-    assert title(study).isprintable()  # it is drawn
-    study_text(study)
-
-
-@reader("study", "results", lambda: [results()["results.jsonl"]])
+@reader("results", "results", results)
 def read_results(data: bytes, folder: Path) -> None:
-    _study(read_folder(content(folder, {"results.jsonl": data})), folder)
+    """Read the results of others, as a report does."""
+    names = ("run.json", "results.jsonl", "compare.jsonl", "metrics.jsonl", "results.csv")
+    with mock.patch.object(fit, "SAMPLES", 2):  # as many take a second
+        look(content(folder, dict.fromkeys(names, data)))
 
 
-@reader("study-table", "results", lambda: [results()["runs.csv"], TUTORIAL.encode()])
-def read_results_table(data: bytes, folder: Path) -> None:
-    _study(read_table(content(folder, {"runs.csv": data}) / "runs.csv"), folder)
-
-
-def results() -> dict[str, bytes]:
-    messages = {"gradient_messages": {"count": 4, "bytes": 9000}}
-    runs = [run(ranks, n, 90.0 * ranks + n, **messages) for ranks in (1, 2, 4) for n in (1, 2)]
-    files = written(lambda at: [append_line(at / "results.jsonl", each) for each in runs])
-    return {**files, "runs.csv": table_text(runs).encode()}
-
-
-def comparison() -> list[bytes]:
-    trials = [trial(SINGLE), trial(DDP, rate=150.0), unavailable_trial(DDP, "no MPI")]
-    return [written(lambda at: [append_trial(at, each) for each in trials])["compare.jsonl"]]
-
-
-@reader("comparison", "results", comparison)
-def read_comparison(data: bytes, folder: Path) -> None:
-    content(folder, {"compare.jsonl": data})
-    rows = compare_table.make_rows(read_trials(folder), None, folder, None)
-    compare_table.csv_text(rows)
-    compare_table.report_text("head", rows, [], "images")
-    assert all(map(str.isprintable, compare_plot.names(rows)))
-
-
-@reader("metrics", "results")
-def read_metrics(data: bytes, folder: Path) -> None:
-    path = content(folder, {"metrics.jsonl": data}) / "metrics.jsonl"
-    try:
-        curves = read_curves(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(str(error)) from error  # as ``report/find.py`` does
-    if curves:
-        for name in {name for record in curves.epochs for name in record}:
-            if name.startswith("eval_"):
-                evaluations(curves, name.removeprefix("eval_"))
-        compare_table.loss_curve(curves)
-        json.dumps(curves.steps)
-
-
-@reader("allreduce-times", "results")
-def read_times(data: bytes, folder: Path) -> None:
-    fit.read_reductions([content(folder, {"t.json": data}) / "t.json"], "horovod")
-
-
-# Settings and batch systems
+# Settings
 
 
 @reader("config", "settings")
@@ -515,65 +417,6 @@ def read_config(data: bytes, folder: Path) -> None:
             for workload in (MNIST, SSD300)
         )
     )
-
-
-def _command(*words: str) -> None:
-    """Run ``hvdtrain`` and check its error."""
-    with contextlib.redirect_stderr(io.StringIO()) as errors:
-        code = cli.main(words)
-    if code:
-        raise UsageError(errors.getvalue().removesuffix("\n"))
-
-
-@reader("site", "settings", lambda: [path.read_bytes() for path in SITES.glob("*.yaml")])
-def read_site(data: bytes, folder: Path) -> None:
-    site = str(content(folder, {"site.yaml": data}) / "site.yaml")
-    words = ("submit", "--dry-run", "--site", site, "--walltime", "0:10:00", "--env", "none")
-    _command(*words, "--scheduler", "pbs", "--", "true")
-
-
-def _check_hosts(environ: dict[str, str]) -> None:
-    layout = lay_out(2, find_allocation(environ), 1)
-    names = [host.name for host in layout.hosts]
-    assert not any(name.startswith("-") for name in names), names  # an option of mpirun
-    assert layout.host_of(1) != ""
-
-
-@reader("nodefile", "batch")
-def read_nodefile(data: bytes, folder: Path) -> None:
-    content(folder, {"nodes": data})
-    every(
-        lambda: _check_hosts({"PBS_NODEFILE": str(folder / "nodes")}),
-        lambda: parse_lines(data.decode(errors="replace").splitlines(), "--discovery"),
-    )
-
-
-@reader("nodelist", "batch")
-def read_nodelist(data: bytes, folder: Path) -> None:
-    nodes, _, counts = data.decode(errors="surrogateescape").partition("\n")
-    _check_hosts({"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": counts})
-
-
-@reader("batch-output", "batch")
-def read_batch(data: bytes, folder: Path) -> None:
-    """Read the output of qstat, scontrol or squeue."""
-    text = data.decode(errors="replace")
-    for read in (pbs.read_json, pbs.read_text, slurm.read):
-        state = read(text)
-        assert isinstance(state, State | None)
-        for path in state.logs if state else ():
-            path.exists()
-    assert isinstance(walltime.read_answer(text, "7"), int | None)
-    for dialect in (pbs.Pbs(), slurm.Slurm()):
-        dialect.read_id(text)
-
-
-@reader("chain", "batch")
-def read_chain(data: bytes, folder: Path) -> None:
-    events = chain.read(content(folder, {"chain": data}) / "chain")
-    chain.decide(events, "step-3 1")
-    chain.is_last(events, "12")
-    chain._after(events, "12")
 
 
 # Messages between ranks

@@ -13,7 +13,6 @@ from random import Random
 
 import pytest
 
-from hvdtrain import cli
 from hvdtrain.errors import UsageError
 from tests.conftest import on_demand
 from tests.fuzz import guard
@@ -43,15 +42,6 @@ def test_inputs_that_broke_a_promise(target: Target, tmp_path: Path) -> None:
         check(target, data, tmp_path / "in")
 
 
-@pytest.mark.parametrize("target", ["batch-output"], indirect=True)
-@pytest.mark.parametrize("start", [b"Job Id: 1\n", b" a = b", b"JobState=X StdOut=/a"])
-@pytest.mark.parametrize("filler", [b"\n", b" "])
-def test_long_output_of_a_batch_system_takes_no_time(
-    target: Target, start: bytes, filler: bytes, tmp_path: Path
-) -> None:
-    check(target, start + 30_000 * filler + b"=", tmp_path / "in")
-
-
 def test_mutations_of_valid_inputs(target: Target, tmp_path: Path) -> None:
     """The same inputs in each run; ``python -m tests.fuzz`` searches others."""
     random, seeds = Random(target.name), target.seeds()
@@ -68,15 +58,6 @@ def test_an_hour_of_search(group: str, tmp_path: Path) -> None:
     names = [target.name for target in TARGETS.values() if target.group == group]
     command = [sys.executable, "-m", "tests.fuzz", *names, "--seconds", str(HOUR // len(names))]
     assert subprocess.run([*command, "--out", str(tmp_path)], check=False).returncode == 0
-
-
-def test_names_of_any_bytes_are_reported(tmp_path: Path) -> None:
-    text = b'"\\udcff"'  # a name that is not UTF-8, in JSON
-    study, comparison = (TARGETS[name].seeds()[0] for name in ("study", "comparison"))
-    (tmp_path / "results.jsonl").write_bytes(study.replace(b'"tutorial"', text))
-    (tmp_path / "compare.jsonl").write_bytes(comparison.replace(b'"single"', text))
-    for command in (["scaling", "--out"], ["compare", "--out"], ["report"]):
-        assert cli.main([*command, str(tmp_path)]) == 0
 
 
 def _loop(_: Path) -> None:
@@ -100,7 +81,6 @@ def _loop(_: Path) -> None:
         lambda folder: subprocess.run(["true"], check=False),
         lambda folder: socket.create_connection(("127.0.0.1", 9)),
         lambda folder: bytearray(300 * 2**20),
-        lambda folder: int("x"),
         _loop,
     ],
 )
@@ -110,7 +90,7 @@ def test_a_broken_promise_is_noticed(
     monkeypatch.setattr(guard, "HANG", 0.5)
     monkeypatch.setattr(guard, "WAIT", 1.0)
     target = Target("broken", "none", lambda data, folder: action(folder), list)
-    with pytest.raises((BrokenPromiseError, ValueError)):
+    with pytest.raises(BrokenPromiseError):
         check(target, b"", tmp_path / "in")
 
 
