@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,6 @@ from hvdtrain.system.files import check_working_directory
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.settings import Setting, read_settings
 
-SCALARS = (str, int, float, datetime.date)  # values of a file of options that are text or numbers
-YAML_TYPES = {dict: "a mapping", list: "a list", bool: "a boolean", type(None): "null"}
 _PIPELINE = (
     "use --strategy fsdp for a model that does not fit on one device; homework/model_parallel.py "
     "is the lesson in model parallelism"
@@ -189,7 +186,7 @@ def _words(parser: Parser, setting: Setting, aliases: Mapping[str, str]) -> list
     option, value = "--" + setting.name.replace("_", "-"), setting.value
     action = parser.action_of(option)
     switch = option in aliases or (action is not None and action.nargs == 0)
-    if action is None and not switch and type(value) not in SCALARS:
+    if action is None and not switch and not isinstance(value, str):
         return [option]  # there is no such option
     if value is None or (switch and value is False):
         return []
@@ -200,10 +197,6 @@ def _words(parser: Parser, setting: Setting, aliases: Mapping[str, str]) -> list
     repeated = isinstance(action, argparse._AppendAction)
     text = action is not None and action.type in (str, Path, local_folder) and not repeated
     items = value if isinstance(value, list) and not text else [value]
-    for item in items:
-        if type(item) not in SCALARS:
-            kind = YAML_TYPES.get(type(item), type(item).__name__)
-            raise UsageError(f"{option}: must be text or a number, not {kind}")
-    if repeated:
-        return [f"{option}={item}" for item in items]
-    return [f"{option}={','.join(map(str, items))}"]
+    if not all(isinstance(item, str) for item in items):
+        raise UsageError(f"{option}: must be text or a number")
+    return [f"{option}={item}" for item in (items if repeated else [",".join(items)])]

