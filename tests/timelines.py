@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +30,7 @@ class Timeline:
             number = self.numbers[tensor] = len(self.numbers) + 1
             self.pieces.append(
                 f'{{"name": "process_name", "ph": "M", "pid": {number}, "args": '
-                f'{{"name": "{tensor}"}}}},\n'
+                f'{{"name": {json.dumps(tensor)}}}}},\n'
             )
             self.pieces.append(
                 f'{{"name": "process_sort_index", "ph": "M", "pid": {number}, "args": '

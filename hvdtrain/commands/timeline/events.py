@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 import statistics
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -55,12 +56,8 @@ _ACTIVITIES = (
     (r"(MPI|NCCL|GLOO|CCL|DDL|MLSL|SHARP)_.*", COLLECTIVE),
 )
 _OF_STEP = ("NEGOTIATE_ALLREDUCE", "NEGOTIATE_ADASUM", "NEGOTIATE_REDUCESCATTER")
-MAX_DIGITS = 60  # of all sizes of a tensor together
 MAX_NAMES = 50_000  # tensor names with a separate row; others share one row
 OTHERS = "(other tensors)"
-LONGEST_NAME = 1000  # characters of a name
-MAX_PHASES = 1000  # names of bars
-MAX_CELLS = 20 * MAX_NAMES  # names of bars, over all rows
 SMALL = 1 << 20  # bytes; the time of a smaller operation is mostly latency, not bandwidth
 MAX_SHAPES = 10_000  # with a cached size
 # PyTorch numbers unnamed tensors, TensorFlow uses one name for all of them.
@@ -88,12 +85,9 @@ def kind_of(name: str, depth: int) -> str:
 def bytes_of(dtype: str, shape: str) -> int:
     """Return the bytes of a tensor from the arguments of its operation: ``float32``, ``[64, 64]``.
 
-    0 if they are unknown, or implausibly large (a damaged file).
+    0 if they are unknown.
     """
-    sizes = re.findall(r"\d+", shape)
-    if sum(map(len, sizes)) > MAX_DIGITS:
-        return 0
-    return _SIZES.get(dtype, 0) * prod(map(int, sizes))
+    return _SIZES.get(dtype, 0) * prod(map(int, re.findall(r"\d+", shape)))
 
 
 @dataclass(frozen=True)
@@ -226,18 +220,13 @@ class Rows:
         self.tensors: dict[int, Tensor] = {}
         self.by_name: dict[str, TensorRow] = {}
         self.phases: dict[tuple[str, str], Phase] = {}
-        self.cells = 0
 
     def add(self, number: int, name: str) -> None:
         """Assign ``name`` to the tensor ``number`` from now on.
 
         Beyond ``MAX_NAMES`` names, drop it: those that recur in every step are known by then, and
         names that never recur ("loss.step.7") would fill the memory.
-
-        Raises:
-            ValueError: there are too many tensors.
         """
-        name = name[:LONGEST_NAME]
         nameless = _NAMELESS.fullmatch(name)
         once = bool(nameless and nameless["kind"])
         group = f"{nameless['kind']}.*" if nameless and once else name
@@ -245,38 +234,20 @@ class Rows:
             self.tensors.pop(number, None)
             return
         row = self.by_name.setdefault(group, TensorRow(group))
-        self._assign(number, Tensor(row, lasting=not nameless, once=once))
-
-    def _assign(self, number: int, tensor: Tensor) -> None:
-        if number not in self.tensors and len(self.tensors) >= 2 * MAX_NAMES:
-            raise ValueError("too many tensors")
-        self.tensors[number] = tensor
+        self.tensors[number] = Tensor(row, lasting=not nameless, once=once)
 
     def add_unknown(self, number: int) -> None:
-        """Add the tensor ``number``, whose name was lost or dropped.
-
-        Raises:
-            ValueError: there are too many tensors.
-        """
+        """Add the tensor ``number``, whose name was lost or dropped."""
         if len(self.by_name) < MAX_NAMES:
             self.add(number, f"tensor {number}")
         else:
             row = self.by_name.setdefault(OTHERS, TensorRow(OTHERS))
-            self._assign(number, Tensor(row, lasting=False, once=True))
+            self.tensors[number] = Tensor(row, lasting=False, once=True)
 
     def cell(self, tensor: Tensor, name: str) -> Cell:
-        """Add a cell for the bars called ``name`` on the tensor.
-
-        Raises:
-            ValueError: there are too many names, or this one is too long.
-        """
+        """Add a cell for the bars called ``name`` on the tensor."""
         kind = kind_of(name, len(tensor.bars))
-        phase = self.phases.get((name, kind))
-        too_many = self.cells >= MAX_CELLS or (phase is None and len(self.phases) >= MAX_PHASES)
-        if too_many or len(name) > LONGEST_NAME:
-            raise ValueError("too many names of bars")
         phase = self.phases.setdefault((name, kind), Phase(name, kind))
-        self.cells += 1
         cell = tensor.cells[phase.name] = Cell(phase)
         return cell
 
@@ -324,13 +295,13 @@ class Fusion:
             tensor.operation = operation
         self.run = operation
 
-    def end(self, tensor: Tensor, args: Any) -> None:
+    def end(self, tensor: Tensor, args: Mapping[str, Any] | None) -> None:
         """End the operation on ``tensor``; ``args``: dtype and shape of the result."""
         operation, tensor.operation = tensor.operation, None
         if operation is None:
             return
-        if isinstance(args, dict):
-            key = str(args.get("dtype"))[:LONGEST_NAME], str(args.get("shape"))[:LONGEST_NAME]
+        if args:
+            key = str(args.get("dtype")), str(args.get("shape"))
             size = self._sizes.get(key)
             if size is None:
                 if len(self._sizes) >= MAX_SHAPES:  # shapes of gathered tensors may never recur

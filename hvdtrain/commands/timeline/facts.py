@@ -41,7 +41,6 @@ class FileFacts:
     cut: bool
     closed: bool
     skipped_bytes: int
-    files: int  # consecutive timelines in it
     unfamiliar: dict[str, int]  # events by kind
     headless_events: int
     bars_begin: bool
@@ -179,7 +178,6 @@ def make_facts(
             cut=reading.cut,
             closed=reading.closed,
             skipped_bytes=reading.skipped,
-            files=max(1, reading.files),
             unfamiliar=dict(analysis.unfamiliar),
             headless_events=analysis.headless,
             bars_begin=bool(analysis.rows.phases),
@@ -206,10 +204,7 @@ def _moment(reading: Reading) -> str | None:
     """Return when the first event was, in UTC."""
     if reading.epoch is None or reading.first is None:
         return None
-    try:
-        moment = datetime.fromtimestamp((reading.epoch + reading.first) * MICRO, UTC)
-    except (ValueError, OverflowError, OSError):
-        return None
+    moment = datetime.fromtimestamp((reading.epoch + reading.first) * MICRO, UTC)
     return moment.isoformat(timespec="milliseconds")
 
 

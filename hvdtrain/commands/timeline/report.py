@@ -85,8 +85,6 @@ def head(facts: TimelineFacts) -> list[str]:
             f"{duration(steps.seconds.median)} in the median, "
             f"{duration(steps.seconds.mean)} in the mean"
         )
-    if file.files > 1:
-        lines.append(f"{file.files} consecutive timelines, without the time between them")
     if file.cut:
         lines.append("the file ends in the middle of an event: read up to there")
     if file.skipped_bytes:

@@ -289,11 +289,6 @@ class Steps:
         self._before, self._overlap = list(times), times[COMMUNICATING]
         self._last_ready.clear()
 
-    def discard_current(self) -> None:
-        """End the current step, which is not whole: another timeline follows."""
-        self.number += self._tensors > 0
-        self._tensors = 0
-
     def submitted(self, communicated: float) -> None:
         """Record that a tensor is ready everywhere; ``communicated``: microseconds until now."""
         self._overlap = communicated
@@ -306,8 +301,6 @@ class Steps:
 
     def _close(self, time: float, times: list[float]) -> None:
         length = time - self._start
-        if length <= 0:  # an invalid file, whose clock stops or goes backwards
-            return
         self.lengths.add(length)
         self.step_totals.close()
         self.states = self.states or [Sample() for _ in times]

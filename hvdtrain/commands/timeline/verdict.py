@@ -84,7 +84,7 @@ def analyse(
             log.info("%s: %.0f of %.0f MB", path, reading.position / 1e6, path.stat().st_size / 1e6)
     analysis.finish()
     negotiated = any(phase.kind == NEGOTIATE for phase in analysis.rows.phases.values())
-    from_horovod = reading.files or negotiated or analysis.cycle is not None or span
+    from_horovod = reading.epoch or negotiated or analysis.cycle is not None or span
     if analysis.events and not from_horovod:
         raise UsageError(f"{path} is not a Horovod timeline: its trace events are another tool's")
     facts = make_facts(reading, analysis, span)

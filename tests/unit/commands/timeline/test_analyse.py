@@ -248,14 +248,15 @@ def test_the_cached_form_has_no_ticks(tmp_path: Path) -> None:
     assert (lateness["steps_with_ticks"], lateness["recorded"]) == (1, False)
 
 
-def test_several_timelines_in_a_file_count_as_one_training(tmp_path: Path) -> None:
-    text = straggling(10).text
-    facts = facts_of(text + straggling(6).text, tmp_path)
-    assert (facts["steps"]["seen"], facts["steps"]["whole"]) == (16, 9 + 5)
-    assert facts["lateness"]["ranks"][2]["cost_seconds"] == near(14 * 0.050009)
-    assert facts["tensors"][0]["times"] == 16
-    assert facts["file"]["files"] == 2
-    assert facts["seconds"] == near(9 * 0.070 + 0.0525 + 5 * 0.070 + 0.0525)
+def test_without_ticks_of_two_ranks_no_rank_is_late(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for step in range(4):
+        for rank, name in enumerate("ab"):
+            timeline.negotiate(name, 1_000 * step + 20 * rank, {rank: 10})
+        timeline.allreduce(["a", "b"], 1_000 * step + 100, 100, (10,))
+    facts = facts_of(timeline, tmp_path)
+    assert facts["lateness"]["recorded"] is False
+    assert "straggler" not in [finding["kind"] for finding in facts["verdict"]]
 
 
 def test_lost_ends_do_not_stay_open(tmp_path: Path) -> None:
@@ -408,9 +409,3 @@ def test_a_phase_outside_the_steps_has_no_time_per_step(tmp_path: Path) -> None:
     rows = {row.name: row for row in report.compare(facts, facts).rows}
     assert "MPI_BCAST" not in rows
     assert rows["MPI_ALLREDUCE"].before == pytest.approx(OPERATIONS * LENGTH * 1e-6)
-
-
-def test_whole_steps_of_several_timelines_in_a_file_are_summed(tmp_path: Path) -> None:
-    steps = facts_of(started().text + started(3).text, tmp_path)["steps"]
-    assert steps["seen"] == steps["whole"] + 2
-    assert steps["operations"]["bytes"] == steps["whole"] * OPERATIONS * 400

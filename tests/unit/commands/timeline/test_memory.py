@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.commands.timeline import analyse as analysing
 from hvdtrain.commands.timeline import events
-from hvdtrain.commands.timeline import read as reading
 from hvdtrain.commands.timeline.analyse import BINS, StateHistory
 from hvdtrain.commands.timeline.events import KEPT as KEPT_VALUES
 from hvdtrain.commands.timeline.events import Sample
-from hvdtrain.commands.timeline.read import repair
 from hvdtrain.commands.timeline.verdict import analyse
 from tests.conftest import ROOT
 from tests.timelines import Timeline
@@ -138,67 +133,3 @@ def test_the_state_history_is_exact(stretches: list[tuple[int, int]]) -> None:
             expected[state] += max(0.0, min(high, start + length) - max(low, start))
             start += length
         assert [column[index] for column in columns] == pytest.approx(expected)
-
-
-def begin(name: str, tensor: int, time: int) -> str:
-    return f'{{"ph": "B", "name": "{name}", "ts": {time}, "pid": {tensor}}},'
-
-
-def tick(rank: object, tensor: int, time: int) -> str:
-    return f'{{"ph": "X", "name": "{rank}", "ts": {time}, "pid": {tensor}}},'
-
-
-HUGE = 3000  # events, of which only ``MOST`` may be kept
-MOST = 100
-EVENTS: dict[str, Callable[[int], str]] = {
-    "ticks": lambda number: tick(number % 2, 1, number),
-    "ranks": lambda number: tick(number, 1, number) + '{"ph": "E", "ts": 0, "pid": 1},',
-    "spellings": lambda number: tick("0" * number, 1, number),
-    "bars": lambda number: begin("QUEUE", 1, number),
-    "tensors": lambda number: begin("QUEUE", number, number),
-    "aliases": lambda number: (
-        f'{{"name": "process_name", "ph": "M", "args": {{"name": "a"}}, "pid": {number}}},'
-    ),
-    "names": lambda number: begin(f"QUEUE_{number}", number % 2, number),
-    "long names": lambda number: begin("x" * 2000, number, number),
-    "long tensors": lambda number: (
-        '{"name": "process_name", "ph": "M", '
-        f'"pid": {number}, "args": {{"name": "{number:0999}"}}}},'
-    ),
-    "kinds": lambda number: f'{{"ph": "kind {number}", "ts": {number}}},',
-    "steps": lambda number: begin("NEGOTIATE_ALLREDUCE", 1 + number % 2, number),
-}
-
-
-@pytest.mark.parametrize("events_of", EVENTS)
-def test_events_beyond_a_limit_are_counted_and_not_kept(
-    events_of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A compressed file of a few bytes per thousand events may contain any number of them."""
-    for module, limits in (
-        (events, ("LONGEST_NAME", "MAX_NAMES", "MAX_PHASES", "MAX_CELLS")),
-        (analysing, ("MAX_PENDING", "MAX_RANKS", "MAX_KINDS", "MAX_RECORDED")),
-        (reading, ("MAX_OPEN",)),
-    ):
-        for limit in limits:
-            monkeypatch.setattr(module, limit, MOST)
-    path = tmp_path / "timeline.json.gz"
-    timeline = Timeline()
-    timeline.negotiate("a", 0, {0: 0, 1: 5})
-    text = "".join(timeline.pieces) + "".join(map(EVENTS[events_of], range(1, HUGE)))
-    path.write_bytes(gzip.compress(text.encode()))
-    recorder = analysing.Recorder()
-    facts, analysis = analyse(path, None, recorder)
-    tensors, rows = analysis.tensors.values(), analysis.rows
-    kept = [
-        sum(len(tensor.bars) + len(tensor.ticks) for tensor in tensors),
-        *map(len, (analysis.ranks, analysis.unfamiliar, analysis.steps.lateness.behind)),
-        *map(len, (tensors, rows.by_name, rows.phases, recorder.steps["start"])),
-        sum(len(row.cells) for row in rows.by_name.values()),
-        max(len(name) for name in rows.by_name),
-    ]
-    assert max(kept) <= 2 * MOST, kept
-    if events_of in ("ticks", "ranks", "bars", "names", "long names", "kinds"):
-        file = facts.file
-        assert sum(file.unfamiliar.values()) + file.headless_events >= HUGE - 3 * MOST
-    assert repair(path, tmp_path / "repaired.json").closed <= HUGE
