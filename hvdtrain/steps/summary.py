@@ -195,7 +195,7 @@ class Summary:
         """
         try:
             return cls.from_json(json.loads(read_regular(path, MOST)), needed=needed)
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise UsageError(f"{path} is no summary of a training: {reason}") from error
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.commands.compare.methods import (
     AUTO,
@@ -31,7 +31,7 @@ from hvdtrain.commands.study.engine import (
     find_share,
 )
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.summary import Summary
+from hvdtrain.steps.summary import Summary, typed
 from hvdtrain.system.output.text import plural
 
 LINES = "compare.jsonl"
@@ -52,12 +52,7 @@ class Trial:
     failed: bool = False  # the method is available, but the run failed
 
 
-def _trial(content: Any) -> Trial:
-    """Return the trial in a line; raise one of ``records.INVALID`` if it is not a trial."""
-    trial = records.decode(Trial, content)
-    if trial.summary is not None and not (trial.summary.images_per_second_mean or 0) > 0:
-        raise ValueError("no throughput")
-    return trial
+_trial = partial(typed, Trial)
 
 
 def read_trials(folder: Path) -> list[Trial]:

@@ -12,8 +12,8 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.commands.scaling.sweep import ScalingOptions
 from hvdtrain.commands.study import engine, records
@@ -36,7 +36,7 @@ from hvdtrain.commands.study.engine import (
     find_share,
 )
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.summary import Summary
+from hvdtrain.steps.summary import Summary, typed
 
 LINES = "batches.jsonl"
 SET = {  # options that the study sets, or that would end its runs early
@@ -85,8 +85,7 @@ def read_runs(folder: Path) -> list[BatchRun]:
     return records.read(folder / LINES, _run, "batch-size study")
 
 
-def _run(content: Any) -> BatchRun:
-    return records.decode(BatchRun, content)
+_run = partial(typed, BatchRun)
 
 
 @dataclass(frozen=True)

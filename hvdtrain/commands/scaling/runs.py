@@ -25,7 +25,7 @@ from hvdtrain.commands.study import engine, records
 from hvdtrain.commands.study.curves import Evaluation, evaluations, read_curves
 from hvdtrain.commands.study.engine import CURVES, RecordedSetting
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.summary import Stopped, Summary
+from hvdtrain.steps.summary import Stopped, Summary, typed
 from hvdtrain.system.files import read_regular
 
 LINES, TABLE = "results.jsonl", "results.csv"  # all runs, and their table
@@ -111,13 +111,7 @@ def read_lines(path: Path) -> list[MeasuredRun]:
 
 
 def _run(content: Any) -> MeasuredRun:
-    run = records.decode(MeasuredRun, content)
-    if not (run.ranks >= 1 and math.isfinite(run.rate) and run.rate > 0):
-        raise ValueError(f"{run.rate} images/s on {run.ranks} ranks")
-    for part, seconds in run.split.items():
-        if not 0 <= seconds < math.inf:
-            raise ValueError(f"{seconds} s of a step are {part}")
-    return run
+    return typed(MeasuredRun, content)
 
 
 def append_line(path: Path, run: MeasuredRun) -> None:
@@ -302,12 +296,6 @@ def _check_run(run: MeasuredRun, source: str) -> None:
         raise UsageError(
             f"{source}: run {run.name} recorded a timeline ({summary.timeline}), which slows it "
             "down: repeat it without --timeline and HOROVOD_TIMELINE"
-        )
-    traffic = summary.gradient_messages
-    if traffic and not (traffic.count > 0 and traffic.bytes > 0):
-        raise UsageError(
-            f"{source}: gradient_messages in the summary of run {run.name} is {traffic.count} of "
-            f"{traffic.bytes} bytes: both must be at least 1"
         )
     if summary.world_size not in (None, run.ranks):
         raise UsageError(f"{source}: run {run.name} reports a world_size of {summary.world_size}")

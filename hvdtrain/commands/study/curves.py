@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.summary import typed
 from hvdtrain.system.files import read_regular
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.tables import message, table
@@ -35,21 +34,6 @@ class TrainingCurves:
     path: Path
     steps: list[Record]
     epochs: list[Record]
-
-
-@dataclass(frozen=True)
-class _Line:
-    """The numbers in a line of a ``--metrics`` file."""
-
-    step: float | None = None
-    epoch: int | None = None
-    elapsed: float | None = None
-    loss: float | None = None
-    step_loss: float | None = None
-    eval_loss: float | None = None
-    eval_accuracy: float | None = None
-    learning_rate: float | None = None
-    images_per_second: float | None = None
 
 
 class Evaluation(NamedTuple):
@@ -101,36 +85,22 @@ def read_curves(path: Path, shown: Path | None = None) -> TrainingCurves | None:
         shown: its path in reports, if different.
 
     Raises:
-        OSError, ValueError: it cannot be read, or only some lines are records. The last line may
-            be incomplete.
+        OSError, ValueError: it cannot be read, or is no text.
     """
     kinds: dict[str, dict[int, Record]] = {"step": {}, "epoch": {}}
-    lines, wrong = read_regular(path).decode().splitlines(), ""
-    for number, line in enumerate(lines, 1):
+    for line in read_regular(path).decode().splitlines():
         try:
             record = json.loads(line)
-            if not isinstance(record, dict) or record.get("kind") not in ("step", "epoch"):
-                raise ValueError("not a training record")
-            step = typed(_Line, record).step
-            if step is None:
-                raise ValueError("missing step")
-            for name, value in record.items():
-                if name.startswith("eval_") and not isinstance(value, float | int | None):
-                    raise ValueError(f"{name} is not a number")
-                if name.startswith("eval_") and value is not None:
-                    float(value)  # an integer may be too large
-            # A run that resumed or began anew repeats steps: later ones are of the run before it.
-            # An evaluation follows the training record of its step.
-            for kind, earlier in kinds.items():
-                while earlier and next(reversed(earlier)) >= int(step) + (kind == "step"):
-                    earlier.popitem()
-            kinds[record["kind"]][int(step)] = record
-        except (ValueError, OverflowError, RecursionError) as error:
-            if number < len(lines):
-                wrong = wrong or f"line {number}: {error}"
+            step, records = int(record["step"]), kinds[record["kind"]]
+        except (ValueError, KeyError, TypeError):  # cut off by a crash, or of another program
+            continue
+        # A run that resumed or began anew repeats steps: later ones are of the run before it.
+        # An evaluation follows the training record of its step.
+        for kind, earlier in kinds.items():
+            while earlier and next(reversed(earlier)) >= step + (kind == "step"):
+                earlier.popitem()
+        records[step] = record
     steps, epochs = (list(records.values()) for records in kinds.values())
-    if wrong and (steps or epochs):
-        raise ValueError(wrong)
     return TrainingCurves(shown or path, steps, epochs) if steps or epochs else None
 
 

@@ -10,38 +10,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.summary import Summary
 from hvdtrain.system.files import read_regular
 
 log = logging.getLogger(__name__)
 
 Record = TypeVar("Record")
-# Raised by parsing an invalid line.
-INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+INVALID = (ValueError, KeyError, TypeError, AttributeError)  # raised by parsing an invalid line
 
 
 def encode(record: Any) -> dict[str, object]:
     """Return the JSON of a dataclass; its ``summary`` is that of a trainer, null for NaN."""
     content = dataclasses.asdict(record)
     return {**content, "summary": record.summary.to_json()} if content["summary"] else content
-
-
-def decode(kind: type[Record], content: Any) -> Record:
-    """Return the dataclass in the JSON of a line; its ``summary`` is checked as a trainer's.
-
-    Raises:
-        ValueError, KeyError, TypeError: naming a key that is missing, unknown or of another type.
-    """
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if unknown := set(content) - known:
-        raise ValueError(f"unknown key {min(unknown)}")
-    summary = content["summary"]
-    record: Any = msgspec.convert({**content, "summary": {}}, kind)
-    parsed = None if summary is None else Summary.from_json(summary)
-    return dataclasses.replace(record, summary=parsed)
 
 
 def read(path: Path, parse: Callable[[Any], Record], kind: str) -> list[Record]:

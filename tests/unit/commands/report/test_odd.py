@@ -39,42 +39,14 @@ STATE = "step-000000003/state.json"
 GOOD = {
     "good.json": result(),
     "step-000000001/state.json": '{"step": 1}',
-    "good.jsonl": step(1, loss=1) + step(3, loss=0.5) + "cut off",  # its last line is invalid
+    "good.jsonl": step(1, loss=1) + "[2]\n" + step(3, loss=0.5) + "cut off",
 }
-LINES = {
-    "garbage\n": "line 2: ",
-    step(2, loss="x"): "line 2: loss: expected `float | null`",
-    step(2, epoch={}): "line 2: epoch: expected `int | null`",
-    step(2, elapsed=[1]): "line 2: elapsed: expected `float | null`",
-    step(None): "line 2: missing step",
-    step("2"): "line 2: step: expected `float | null`",
-    step(float("inf")): "line 2: ",
-    '{"kind": "step", "step": 1e999}\n': "line 2: ",
-    "[1]\n": "line 2: not a training record",
-    '{"kind": "epoch", "step": 2, "eval_r2": [1]}\n': "line 2: eval_r2 is not a number",
-    '{"kind": [1], "step": 2}\n': "line 2: not a training record",
-}
-# Keys of a summary, alone or in a line of a study.
-SUMMARIES: list[tuple[dict[str, Any], str]] = [
-    ({"images_per_second_mean": "10"}, "images_per_second_mean: expected `float | null`"),
-    ({"images_per_second_mean": True}, "images_per_second_mean: expected `float | null`"),
-    ({"seconds_total": 10**400}, "seconds_total: number out of range"),
-    ({"eval_accuracy": [0.5]}, "eval_accuracy: expected `float | null`"),
-    ({"gradient_messages": {}}, "gradient_messages: object missing required field `count`"),
-    ({"gradient_messages": {"count": 3}}, "object missing required field `bytes`"),
-    ({"gradient_messages": 3}, "gradient_messages: expected `object | null`"),
-    ({"step_split": {"data": "much"}}, "step_split.data: expected `float | null`"),
-    ({"step_split": [1]}, "step_split: expected `object | null`"),
-    ({"hosts": "one"}, "hosts: expected `int | null`"),
-]
+WRONG = {"images_per_second_mean": "10"}, "images_per_second_mean: expected `float | null`"
 ODD = [
-    *(("odd.json", result(**changed), cause) for changed, cause in SUMMARIES),
-    (STATE, "{}", "missing step"),
-    (STATE, "[1]", "not a JSON object"),
-    (STATE, '{"step": 3, "metrics": [1]}', "metrics: expected `object | null`"),
-    (STATE, '{"step": 3, "metrics": {"accuracy": "all"}}', "accuracy: expected `float | null`"),
-    (STATE, '{"a":' * 100_000, ""),
-    *(("odd.jsonl", step(1) + line + step(3), cause) for line, cause in LINES.items()),
+    ("odd.json", result(**WRONG[0]), WRONG[1]),
+    ("odd.json", result()[:-9], ""),
+    (STATE, "{}", "step"),
+    (STATE, '{"step": 3,', ""),
 ]
 
 
@@ -90,19 +62,10 @@ def trial_line(**changed: Any) -> str:
 
 
 RECORDS = [  # the second of three lines
-    *(
-        ("results.jsonl", line, "")
-        for line in ("5", '"text"', "[]", "null", '{"summary": {}}', "{")
-    ),
-    *(("results.jsonl", sweep_line(**changed), cause) for changed, cause in SUMMARIES),
-    ("results.jsonl", sweep_line(images_per_second_mean=0), "0.0 images/s on 1 ranks"),
-    ("results.jsonl", sweep_line(images_per_second_mean=None), "0.0 images/s on 1 ranks"),
-    ("results.jsonl", sweep_line(images_per_second_mean=float("inf")), "inf images/s on 1 ranks"),
+    ("results.jsonl", "[]", ""),
+    ("results.jsonl", "{", ""),
+    ("results.jsonl", sweep_line(**WRONG[0]), WRONG[1]),
     ("compare.jsonl", trial_line(method={"strategy": "ddp"}), "`framework`"),
-    ("compare.jsonl", trial_line(method={**vars(DDP), "ranks": "2"}), "ranks"),
-    ("compare.jsonl", trial_line(summary={"images_per_second_mean": 0}), "no throughput"),
-    ("compare.jsonl", trial_line(summary=[]), ""),
-    ("compare.jsonl", trial_line(other=1), "unknown key other"),
     ("compare.jsonl", trial_line(command=3), "command"),
 ]
 
@@ -123,7 +86,6 @@ def test_an_odd_file_is_left_out_with_the_cause(
 
 
 def test_what_was_left_out_is_on_the_page(tmp_path: Path) -> None:
-    write(tmp_path, "good.json", result())
     for name, content, _ in ODD:
         write(tmp_path, name, content)
     page = render(look(tmp_path))
@@ -131,18 +93,15 @@ def test_what_was_left_out_is_on_the_page(tmp_path: Path) -> None:
 
 
 def test_what_is_too_large_is_left_out(tmp_path: Path) -> None:
-    large = ("big.jsonl", "compare.jsonl", "pictures/big.jpg", "results.jsonl", STATE)
-    write(tmp_path, "good.json", result())
+    large = ("big.jsonl", "compare.jsonl", "results.jsonl", STATE)
     for name in large:
         write(tmp_path, name, "")
         os.truncate(tmp_path / name, MOST_READ + 1)
-    contents = look(tmp_path)
-    notes = [note for note in contents.notes if "more than " in note]
+    notes = [note for note in look(tmp_path).notes if "more than " in note]
     assert all(any(name in note for note in notes) for name in large)
-    render(contents)  # without the picture
 
 
-@pytest.mark.parametrize("value", [None, 0, 3, 0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [None, 0, float("nan")])
 def test_the_summary_of_a_diverged_training_is_shown(value: Any, tmp_path: Path) -> None:
     names = ("images_per_second_mean", "eval_accuracy", "eval_loss", "seconds_total")
     write(tmp_path, "good.json", result(**dict.fromkeys(names, value), gradient_messages=None))

@@ -277,8 +277,6 @@ def test_a_table_of_allreduce_times(tmp_path: Path) -> None:
     [
         ("{", "not a table of allreduce times"),
         ("[]", "not a table of allreduce times"),
-        (json.dumps({"allreduce": None}), "not a table of allreduce times"),
-        (json.dumps({**TABLE, "ranks": float("inf")}), "not a table of allreduce times"),
         (json.dumps({**TABLE, "ranks": 1}), "no allreduce times"),
         (json.dumps({**TABLE, "backends": {}}), "no allreduce times"),
     ],
