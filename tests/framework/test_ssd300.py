@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -530,13 +529,10 @@ def test_the_weights_of_a_backbone_come_from_a_file(tmp_path: Path) -> None:
     [
         ("other", "its layer1.0.conv1.weight does not match this network"),
         ("lacking", "its bn1.weight does not match this network"),
-        ("no tensors", "its conv1.weight does not match this network"),
         ("damaged.safetensors", "cannot be read"),
         ("damaged.pth", "cannot be read"),
-        ("a list", "cannot be read"),
         ("an object", "cannot be read"),
         ("absent", "cannot be read"),
-        ("pipe", "no regular file"),
     ],
 )
 def test_weights_that_do_not_fit_are_one_line(kind: str, words: str, tmp_path: Path) -> None:
@@ -547,15 +543,9 @@ def test_weights_that_do_not_fit_are_one_line(kind: str, words: str, tmp_path: P
     weights = torchvision().models.get_model(model, weights=None).state_dict()
     if kind == "lacking":
         del weights["bn1.weight"]
-    elif kind == "no tensors":
-        weights = dict.fromkeys(weights, 1)
-    elif kind == "a list":
-        weights = [1, 2]
     elif kind == "an object":
         weights = {"conv1.weight": random.Random()}
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind.startswith("damaged"):
+    if kind.startswith("damaged"):
         path.write_bytes(b"\x80nothing of the kind\n" * 9)
     elif kind != "absent":
         torch.save(weights, path)

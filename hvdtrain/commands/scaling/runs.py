@@ -110,8 +110,7 @@ def read_lines(path: Path) -> list[MeasuredRun]:
     return records.read(path, _run, "sweep")
 
 
-def _run(content: Any) -> MeasuredRun:
-    return typed(MeasuredRun, content)
+_run = partial(typed, MeasuredRun)
 
 
 def append_line(path: Path, run: MeasuredRun) -> None:

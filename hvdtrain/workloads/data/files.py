@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices
-from hvdtrain.system.files import check_input, is_regular, read_regular
+from hvdtrain.system.files import check_input, read_regular
 from hvdtrain.workloads.data.packed import Pack, is_packed, key, suffix
 
 ENDINGS = (".jpg", ".jpeg", ".png")
@@ -102,14 +102,6 @@ class Files(ABC):
             UsageError: packed data is damaged.
         """
 
-    def is_regular(self, index: int) -> bool:
-        """Return whether it is a regular file: opening a pipe or a device might block forever.
-
-        Raises:
-            OSError: the file does not exist.
-        """
-        return True
-
     def will_need(self, indices: Sequence[int]) -> None:  # noqa: B027 (no effect in a folder)
         """Advise the system that these files are read next."""
 
@@ -131,10 +123,6 @@ class FolderFiles(Files):
     @override
     def open(self, index: int) -> IO[bytes]:
         return open(self.name(index), "rb")  # noqa: PTH123
-
-    @override
-    def is_regular(self, index: int) -> bool:
-        return is_regular(Path(self.name(index)))
 
     @override
     def take(self, indices: Indices) -> FolderFiles:

@@ -135,8 +135,8 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
     """Return the images below ``split``, one folder per class.
 
     Raises:
-        UsageError: no class, a class without images, a directory that cannot be read, or a pipe or
-            device among them, unless ``without_broken`` will remove these.
+        UsageError: no class, a class without images, a directory that cannot be read, or a link to
+            nothing among them, unless ``without_broken`` will remove these.
     """
     check_input(split, str(split))
     classes = sorted(entry.name for entry in split.iterdir() if entry.is_dir())
@@ -149,7 +149,7 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
         images = sorted(images_below(split / name))
         for path, is_file in images:
             if not (is_file or skip_broken):
-                raise broken_image(path, "it is no regular file")
+                raise broken_image(path, "it is no file")
         if not images:
             raise UsageError(
                 f"{split / name} holds no image ({', '.join(ENDINGS)}): fill or remove it"
@@ -175,8 +175,6 @@ def by_pillow(file: IO[bytes]) -> None:
 def decoding_error(files: Files, index: int, decode: Decode = by_pillow) -> str | None:
     """Return the reason for which the image cannot be decoded; None if it can."""
     try:
-        if not files.is_regular(index):  # opening a pipe would block forever
-            return "it is no regular file"
         with files.open(index) as file:
             decode(file)
     except UsageError:  # packed data is damaged, not a single image

@@ -170,8 +170,6 @@ def _pair(directory: Path, prefix: str) -> Samples:
             f"{image_file} holds {len(images)} images, {label_file} {len(labels)} labels: "
             "they are not of the same dataset"
         )
-    if len(labels) == 0:
-        raise UsageError(f"{image_file} holds no image")
     if labels.max() >= CLASSES:
         raise UsageError(
             f"{label_file}: label {labels.max()}, labels must be from 0 to {CLASSES - 1}"

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hvdtrain.errors import UsageError
 from hvdtrain.workloads.mnist.data import find, load, read_idx
 from tests.conftest import error_of, flipped
 
@@ -134,24 +133,12 @@ HEADLESS = idx(images(13))[4:]
 @pytest.mark.parametrize(
     ("kind", "content", "words"),
     [
-        *(
-            ("images", start + HEADLESS, "")
-            for start in (
-                b"\0\0\x0d\x03",
-                b"\0\x01\x08\x03",
-                b"\x89PNG",
-                b"\x1f\x8b\0\0",
-                b"PK\3\4",
-            )
-        ),
+        ("images", b"\x89PNG" + HEADLESS, ""),
         ("labels", idx(labels(13)) + b"\0", "more"),
         ("labels", idx(labels(4)), "13 images"),
         ("labels", idx(WRONG_LABEL), "label 10"),
-        *(
-            ("images", idx(np.zeros(shape, np.uint8)), "")
-            for shape in ((13, 32, 32), (13, 784), (13,), (13, 28, 28, 3), ())
-        ),
-        *(("labels", idx(np.zeros(shape, np.uint8)), "") for shape in ((13, 1), (13, 28, 28), ())),
+        ("images", idx(np.zeros((13, 32, 32), np.uint8)), ""),
+        ("labels", idx(images(13)), ""),
     ],
 )
 def test_a_file_of_another_form_is_named(
@@ -170,13 +157,6 @@ def test_a_flipped_byte_in_a_gzipped_file_is_noticed(tmp_path: Path) -> None:
     assert str(path) in refusal(tmp_path)
 
 
-def test_no_sample_at_all(tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / NAMES["train", "images"]).write_bytes(idx(images(0)))
-    (tmp_path / NAMES["train", "labels"]).write_bytes(idx(labels(0)))
-    assert "no image" in refusal(tmp_path)
-
-
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.booleans())
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], zipped: bool
@@ -188,25 +168,6 @@ def test_what_is_written_is_read(
     assert back.dtype == np.uint8
     assert back.shape == array.shape
     assert np.array_equal(back, array)
-
-
-@given(st.binary(max_size=40))
-@example(b"\0\0\x08\x02" + b"\xff\xff\xff\xfe" * 2 + b"abcd")  # two sides of -2
-@example(b"\0\0\x08\x04" + b"\0\x01\0\0" * 4)  # 2**64 values, which is 0
-@example(b"\0\0\x08\x46" + b"\0\0\0\x01" * 70 + b"a")  # seventy dimensions
-@example(b"\0\0\x08\x00a")
-def test_any_bytes_are_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "any-bytes"
-    for content in (data, b"\0\0\x08" + data):
-        path.write_bytes(content)
-        try:
-            array = read_idx(path)
-        except UsageError as error:
-            assert str(path) in str(error)
-        else:
-            assert array.dtype == np.uint8
 
 
 def test_the_embedded_digits() -> None:
