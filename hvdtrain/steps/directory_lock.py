@@ -73,7 +73,7 @@ class Owner:
 
     def lives(self) -> bool:
         """Return whether the process is alive; valid on its machine only."""
-        with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+        with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.pid)
             # The resolution of start times is 10 ms.
             same = abs(process.create_time() - self.born) < 0.02
@@ -196,10 +196,9 @@ class DirectoryLock:
 def _read_holder(path: Path) -> Holder | None:
     """Return the holder of the lock ``path``, or None."""
     owner = None
-    # The owner is unknown if the file is incomplete, damaged or not readable.
-    with contextlib.suppress(OSError, ValueError, OverflowError, RecursionError):
+    # The owner is unknown if the file is incomplete or not readable.
+    with contextlib.suppress(OSError, ValueError):
         owner = msgspec.json.decode(read_regular(path), type=Owner)
-        str(owner)
     try:
         return owner, path.lstat().st_mtime_ns
     except OSError:

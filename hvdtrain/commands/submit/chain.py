@@ -34,23 +34,15 @@ from hvdtrain.system.runtime.command import Command, run
 log = logging.getLogger(__name__)
 
 Event = Mapping[str, Any]
-KEYS = {"link": ("job",), "begin": ("job", "progress"), "end": ("job",), "over": ("job", "why")}
-"""Texts that an event must have."""
-
 GO, OVER, STUCK = "go", "over", "stuck"  # what a job script reads
 
 
 def read(file: Path) -> list[Event]:
-    """Return the events so far, without incomplete lines of killed jobs and invalid ones."""
+    """Return the events so far, without incomplete lines of killed jobs."""
     events = []
     for line in file.read_bytes().splitlines() if file.is_file() else []:
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        needed = KEYS.get(str(event.get("event"))) if isinstance(event, dict) else None
-        if needed and all(isinstance(event.get(key), str) for key in needed):
-            events.append(event)
+        with contextlib.suppress(ValueError):
+            events.append(json.loads(line))
     return events
 
 
@@ -132,9 +124,9 @@ def unfinished(directory: Path) -> str:
         return ""
     try:
         state = json.loads(read_regular(directory / newest / STATE_FILE))
-    except (OSError, ValueError, RecursionError):
+        return newest if state.get("stopped", "unknown") is None else ""
+    except (OSError, ValueError, AttributeError):
         return ""
-    return newest if isinstance(state, dict) and state.get("stopped", "unknown") is None else ""
 
 
 def end(file: Path, directory: Path, job: str, code: int) -> None:

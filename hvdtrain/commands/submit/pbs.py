@@ -169,7 +169,7 @@ def read_json(output: str) -> State | None:
     try:
         jobs = json.loads(output)["Jobs"]
         return _read({name: {k: str(v) for k, v in job.items()} for name, job in jobs.items()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
