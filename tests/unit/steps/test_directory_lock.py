@@ -102,19 +102,13 @@ def test_an_owner_on_another_host_is_alive_while_it_touches_the_lock(tmp_path: P
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[" * 100_000, "{}", '{"pid": "x"}', "pipe", "nowhere", "host"]
-)
+@pytest.mark.parametrize("content", ["", '{"pid": 3', "host"])
 def test_an_untouched_lock_of_another_or_no_owner_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     monkeypatch.setattr(module, "SILENCE", 0.1)
-    if content == "pipe":
-        os.mkfifo(tmp_path / NAME)
-    elif content == "host":
+    if content == "host":
         elsewhere(tmp_path)
-    elif content == "nowhere":
-        (tmp_path / NAME).symlink_to(tmp_path / "absent")
     else:
         (tmp_path / NAME).write_text(content)
     lock = DirectoryLock(tmp_path)

@@ -199,9 +199,6 @@ def test_the_table_is_read_back(tmp_path: Path) -> None:
     [
         ("", "no column ranks and images_per_second"),
         ("ranks,images_per_second\n", "no rows"),
-        (f"ranks,images_per_second\n{10**400},2\n", r"ranks '10+\.\.\.' is not a whole number"),
-        ("ranks,images_per_second\n1,1e308\n", "'1e308' is not a positive number in the"),
-        ("ranks,images_per_second\n1,5e-324\n", "'5e-324' is not a positive number"),
         ("ranks,rate\n1,2\n", "no column images_per_second"),
         ("ranks,images_per_second\n1.5,2\n", "line 2: ranks '1.5' is not a whole number"),
         ("ranks,images_per_second\n0,2\n", "line 2: ranks '0' is not"),
