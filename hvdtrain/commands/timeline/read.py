@@ -101,9 +101,10 @@ def chunks(reading: Reading) -> Iterator[list[Event]]:
     """Yield the events of the file.
 
     Raises:
-        UsageError: the file does not exist, is empty, or contains no trace event.
+        UsageError: the file does not exist, is empty, or contains no trace event, or several
+            timelines.
     """
-    rest, any_events = b"", False
+    rest, any_events, timelines = b"", False, 0
     for data, last in blocks(reading):
         buffer = rest + data
         reading.closed = last and _END.search(buffer) is not None
@@ -114,6 +115,10 @@ def chunks(reading: Reading) -> Iterator[list[Event]]:
                 f"{reading.path} is not a timeline: no trace events; set HOROVOD_TIMELINE=FILE, or "
                 "--timeline FILE of hvdtrain's trainers, to record one"
             )
+        if PREAMBLE.encode() in buffer:
+            timelines += sum(PREAMBLE in event.get("args", ()) for event in events)
+            if timelines > 1:
+                raise UsageError(f"{reading.path} contains several timelines: split it")
         if events:
             yield events
 

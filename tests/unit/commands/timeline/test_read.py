@@ -142,6 +142,7 @@ def test_no_damage_is_fatal(
         (gzip.compress(b"[1]", mtime=0)[:11], "is empty"),
         (b"[options]\nname = hvdtrain\n", "is not a timeline"),
         (b"[1, 2, 3]", "is not a timeline"),
+        (TEXT.encode() + TEXT[:900].encode(), "contains several timelines"),
         (b'[{"a": {"b": 1}}]', "is not a timeline"),
         (b'[{"ph": "B", "ts": "0", "pid": 1}]', "is not a timeline"),
         (b"\x7fELF" + random.Random(1).randbytes(3000), "is not a timeline"),

@@ -129,7 +129,6 @@ LARGE = {"each": 20_000, "shape": (5_000_000,)}
         (Timeline(), "too little", 0, ["no tensor was submitted"]),
         (steps(count=1), "too little", 0, ["occurs twice"]),
         (steps(ready={0: 0}), "too little", 0, ["a single rank"]),
-        (waiting(1, (0,)).text + Timeline().text, "too little", 0, ["not contain the end"]),
     ],
 )
 def test_each_kind_of_finding(
@@ -253,3 +252,9 @@ def test_a_slice_is_not_unfinished(tmp_path: Path) -> None:
     timeline = waiting(2, (0, 2), normal())
     assert "unfinished" not in kinds(timeline, tmp_path, span=(0.0, 0.6))
     assert "unfinished" in kinds(timeline, tmp_path, span=(0.0, float("inf")))
+
+
+def test_a_slice_within_a_negotiation_is_too_little(tmp_path: Path) -> None:
+    (finding,) = facts_of(waiting(3, (0,)), tmp_path, span=(0, 0.002))["verdict"]
+    assert finding["kind"] == "too little"
+    assert "the file does not contain the end of any tensor's bars" in finding["text"]
