@@ -1,7 +1,7 @@
 """Measure the size and the words of the project; ``make check`` holds them to ``house.json``.
 
-The file is a ratchet. ``--write`` lowers figures only. A figure is raised with its reason, which stands
-beside it: what the same commit removes elsewhere, or the allowance that an issue grants::
+The file is a ratchet: ``--write`` lowers figures only. A figure is raised with its reason, which
+stands beside it: what the same commit removes elsewhere, or the allowance that an issue grants::
 
     python .ci/house.py                      # the table, and what is above the file's figures
     python .ci/house.py --write              # lower the file's figures to the measured ones
@@ -170,7 +170,7 @@ def main(arguments: list[str]) -> int:
         mark = f"  above {limits[name]:,}" if name in above else ""
         print(f"{name:32}{figure:8,}{mark}")
     if above:
-        print("\nRemove as much elsewhere, or: python .ci/house.py --raise 'REASON' (CONTRIBUTING.md)")
+        print("\nRemove as much elsewhere, or: python .ci/house.py --raise 'REASON'")
     return int(bool(above))
 
 
