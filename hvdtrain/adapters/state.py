@@ -218,6 +218,7 @@ class StateAdapter(Adapter):
         origin: JsonValues | None = None,
     ) -> JsonValues | None:
         """Load as ``resume`` does; only rank 0 has the state until ``broadcast_state``."""
+        self.rank_buffers = {}  # of another model, if it was not trained after loading
         view = self.view(model, optimizer)
 
         def find() -> Checkpoint | None:
