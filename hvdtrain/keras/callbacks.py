@@ -106,7 +106,7 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if not self._compared:
+        if not self._compared and batch >= shards.offset.left_out:
             self._compared = True
             self._compare("after the first update")
 

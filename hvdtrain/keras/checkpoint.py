@@ -5,20 +5,24 @@ The callbacks have Keras's names; ``callbacks.py`` re-exports them.
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
 from typing_extensions import override
 
 from hvdtrain.adapters.base import JsonValues
-from hvdtrain.adapters.common_adapter import CommonAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter, Flags
+from hvdtrain.adapters.preemption import Preemption
 from hvdtrain.adapters.save import Save
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
+from hvdtrain.keras import data as shards
 from hvdtrain.keras import session
 from hvdtrain.keras.data import (
     Logs,
@@ -30,8 +34,10 @@ from hvdtrain.keras.data import (
     step_sum,
     step_sums,
 )
+from hvdtrain.keras.epoch_progress import EpochProgress
 from hvdtrain.steps.checkpoint_files import DAMAGE, flush
-from hvdtrain.system.runtime.exit import agreed
+from hvdtrain.system.output.text import plural
+from hvdtrain.system.runtime.exit import agreed, leave_preempted, process_status
 
 MARK = ".process-set-"  # prefix of the file that reserves a directory for a process set
 
@@ -130,10 +136,14 @@ class BestModelCheckpoint(ModelCheckpoint):
 class BackupAndRestore(ModelCallback):
     """Save the training after each epoch, in the background, and resume it when it is run again.
 
+    On SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 on any rank, and near the walltime of the batch job, all
+    ranks complete the current batch, or the validation after it, save, and exit with code 75. Run
+    again, ``fit`` continues with the next batch; the metrics of that epoch cover only its rest.
+
     Weights, optimizer, learning rate, each rank's running statistics and the states of its random
     generators are those of an uninterrupted training; with ``shard``, so is the order of the
-    samples. On another number of ranks statistics and generators are reset. The counters of
-    ``EarlyStopping`` and ``ReduceLROnPlateau`` are not saved.
+    samples, each of which is trained on once per epoch. On another number of ranks statistics and
+    generators are reset. The counters of ``EarlyStopping`` and ``ReduceLROnPlateau`` are not saved.
 
     Pass it to ``fit`` on every rank. A failed write is a warning, and the next epoch tries again.
 
@@ -155,8 +165,7 @@ class BackupAndRestore(ModelCallback):
         super().__init__()
         self.backup_dir, self.keep = Path(backup_dir), keep
         self._pending: Save | None = None
-        self._done = 0  # epochs, saved or not
-        self._saved = 0
+        self._began = 0.0  # of the pending save, by ``time.monotonic``
 
     @override
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -167,58 +176,131 @@ class BackupAndRestore(ModelCallback):
                 "keras.Input(shape), or call model.build(shape)"
             )
         state = restore(adapter, self.backup_dir, model, model.optimizer)
-        self._done = self._saved = int(state["step"]) if state else 0
         if state:
-            model._initial_epoch = self._done  # read by fit after this call
+            model._initial_epoch = int(state["step"])  # read by fit after this call
+        self._epochs = model._initial_epoch or 0  # completed
+        self._progress = EpochProgress(model, None)
+        self._saved = (self._epochs, 0)  # epochs and batches of the newest checkpoint
+        self._restored = state if state and state.get("of_epoch") else None
+        self._rate: float | None = None  # of the epoch that is resumed
+        self._sent: Flags | None = None
+        self._stops = False  # agreed by all ranks
+        self._ended_at: float | None = None  # of the last batch
+        self._longest = 0.0  # seconds from the end of a batch to that of the next one
+        self._preemption.listen()
+        self._preemption.watch()
+
+    @functools.cached_property  # the same after a ``fit`` that failed: it handles the signals
+    def _preemption(self) -> Preemption:
+        return Preemption(self.adapter.communicator, self._want_stop)
+
+    def _want_stop(self) -> None:
+        self.adapter.stop_wanted = True  # it reaches the other ranks with the gradients
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         # Not earlier: all callbacks have handled the end of the previous epoch only now.
+        if self._stops:
+            self._stop()
         self._save()
         super().on_epoch_begin(epoch, logs)
+        self._epochs = epoch
+        self._progress = EpochProgress(self.model, self.params.get("steps"))
+        state, self._restored = self._restored, None
+        if state:
+            self._progress.resume(state, self.adapter.world.size)
+            self._saved = (epoch, self._progress.batch)
+            if state["world_size"] == self.adapter.world.size:
+                self._rate = state["learning_rate"]
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self._done = epoch + 1
+        self._progress.end()
+        self._epochs = epoch + 1
 
     @override
     def on_train_end(self, logs: Logs = None) -> None:
+        stops = bool(self._preemption.agree()[0])
         self._save()
         if self._pending:
             self._pending.wait()
         self._pending = None
         self.model._initial_epoch = None  # it would also apply to a later fit
+        if stops:
+            self._stop()
+        self._preemption.ignore()
 
-    def _save(self) -> None:
-        if self._done == self._saved:
+    @override
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        # Not earlier: all callbacks have handled the end of the previous batch only now.
+        if self._stops:
+            self._stop()
+        self._preemption.watch_walltime(self._longest)
+        reduction, flags = step_sum(self.model.optimizer), self.adapter.flags
+        if reduction and flags != self._sent:
+            self._sent = flags
+            reduction.buckets.send(flags)
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if batch < shards.offset.left_out:
+            if self._rate is not None:  # a callback may have changed it as the epoch began
+                self.model.optimizer.learning_rate = self._rate
             return
-        self._saved = self._done
+        now = time.monotonic()
+        self._longest = max(self._longest, now - (self._ended_at or now))
+        self._ended_at = now
+        self._progress.note(batch, logs)
+        if reduction := step_sum(self.model.optimizer):
+            self._stops = reduction.buckets.flags.stop
+        else:
+            self._stops = bool(self._preemption.agree()[0])
+        if self._pending and self._pending.done():
+            self._settle()
+
+    def _settle(self) -> None:
+        """Complete the pending save."""
         if self._pending:
             self._pending.settle()
+            self._preemption.walltime.saved(time.monotonic() - self._began)
+        self._pending = None
+
+    def _save(self, *, wait: bool = False) -> None:
+        """Save, unless the newest checkpoint is the same."""
+        mark = (self._epochs, self._progress.batch)
+        if mark == self._saved:
+            return
+        self._saved = mark
+        self._settle()
+        self._began = time.monotonic()
         with self.adapter.waits.during("BackupAndRestore"):
-            self._pending = save(
+            saved = save(
                 self.adapter,
                 self.backup_dir,
                 self.model,
                 self.model.optimizer,
                 keep=self.keep,
-                step=self._done,
-                wait=False,
+                step=self._epochs,
+                of_epoch=self._progress.values(),
+                wait=wait,
             )
+        if wait:
+            return
+        self._pending = saved
         if reduction := step_sum(self.model.optimizer):
-            self._pending.all_have_written = lambda: not reduction.buckets.flags.saving
+            saved.all_have_written = lambda: not reduction.buckets.flags.saving
 
-    @override
-    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        reduction = step_sum(self.model.optimizer)
-        if self._pending and reduction:
-            reduction.buckets.send(self.adapter.flags)
-
-    @override
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if self._pending and self._pending.done():
-            self._pending.settle()
-            self._pending = None
+    def _stop(self) -> NoReturn:
+        """Save, and exit with code 75; all ranks call it."""
+        reason, rank = self._preemption.agree()  # before the save: mpirun may end a rank after it
+        self._settle()
+        self._save(wait=True)
+        done, batch = f"after {plural(self._epochs, 'epoch')}", self._progress.batch
+        if batch:
+            done = f"in epoch {self._epochs + 1} after batch {batch}"
+        text = f"stopped {done}, saved {process_status.checkpoint}"
+        self._preemption.announce(reason, rank, text)
+        leave_preempted()
 
 
 def save(

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONG, ROOT
+from hvdtrain.system.runtime.walltime import ENDS
+from tests.conftest import BIN, LONG, ROOT
 from tests.parallel import resident
-from tests.parallel.conftest import run_script
+from tests.parallel.conftest import SCRIPTS, Start, ranks_of, run_script, send, until
 
+MPIRUN = (str(BIN / "mpirun"), "--oversubscribe", "-n", "2")
 # Ways to train (functions of the script): all of them over two ranks, those that depend on the
 # number of ranks over three, too.
-WAYS = {1: "plain,rates", 2: "all", 3: "plain,datasets,own_loop,resumed"}
+WAYS = {1: "plain,rates", 2: "all", 3: "plain,datasets,own_loop,resumed,stopped"}
 
 
 @pytest.mark.parametrize("number", WAYS)
@@ -52,3 +58,65 @@ def test_process_sets_train_a_model_each(sets: list[list[int]], when: str, tmp_p
     number = sum(map(len, sets))
     words = (str(tmp_path), json.dumps(sets), when)
     run_script(number, "keras_sets.py", *words, folder=tmp_path, framework="tensorflow", code=1)
+
+
+TO_STOP = ("keras_preempted.py", "--epochs=60")  # 7 batches each
+WALLTIME = 60.0 if LONG else 36.0  # seconds; it stops at 30 at most, as nothing is known of saves
+
+
+@pytest.fixture(scope="session")
+def uncut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training of two ranks that nobody stops."""
+    folder = tmp_path_factory.mktemp("uncut")
+    run_script(2, *TO_STOP, str(folder), folder=folder, framework="tensorflow")
+    return folder
+
+
+def stop(process: subprocess.Popen[str], folder: Path, cause: str, first: int = 0) -> str:
+    """Stop two ranks that wait in ``folder``, from rank ``first`` on; return when they did."""
+    if cause.startswith("SIG"):  # not to mpirun, which gives its ranks half a second
+        until(lambda: len(list(folder.glob("ready-*"))) == 2, process)
+        send(signal.Signals[cause], ranks_of(process)[first:])
+        (folder / "go").touch()
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, said
+    (line,) = [line for line in said.splitlines() if line.startswith("hvdtrain:")]
+    reason, done, path, remedy = re.split(": stopped |, saved |: ", line.removeprefix("hvdtrain: "))
+    assert (reason, remedy) == (
+        cause + " on rank 1" * first,
+        "run the same command again to continue",
+    )
+    assert Path(path).is_dir()
+    assert not list(folder.glob("*-of-2"))
+    return done
+
+
+@pytest.mark.parametrize("number", range(5 if LONG else 1))
+@pytest.mark.parametrize("cause", ["SIGTERM", "SIGUSR1", "the walltime is near"])
+def test_a_fit_that_is_stopped_continues_as_if_it_were_not(
+    cause: str, number: int, uncut: Path, tmp_path: Path, started: Start
+) -> None:
+    """Saved after the next batch, with exit code 75; then model and optimizer are bit-equal."""
+    script, *options = TO_STOP
+    line = [*MPIRUN, *resident.command(str(SCRIPTS / script), *options, framework="tensorflow")]
+    signalled = cause.startswith("SIG")
+    ends = time.time() + (3600 if signalled else WALLTIME)
+    line += [f"--wait={number}" if signalled else "--pause=0.15", str(tmp_path)]
+    process = started("env", f"{ENDS}={ends}", *line)
+    done = stop(process, tmp_path, cause, first=number % 2 if signalled else 0)
+    if signalled:  # the batch after the one that waits sends it
+        assert done == f"in epoch 2 after batch {number + 2}"
+    run_script(2, *TO_STOP, str(tmp_path), folder=tmp_path, framework="tensorflow")
+    for rank in ("0-of-2", "1-of-2"):
+        assert (tmp_path / rank).read_bytes() == (uncut / rank).read_bytes()
+
+
+@pytest.mark.parametrize("number", [1, 3] if LONG else [3])
+def test_a_fit_that_is_stopped_continues_on_another_number_of_ranks(
+    number: int, tmp_path: Path, started: Start
+) -> None:
+    """Within the epoch, so that each sample is trained on once: the script compares the weights."""
+    script, *words = (str(SCRIPTS / "keras_preempted.py"), "--epochs=4", "--exact", str(tmp_path))
+    line = resident.command(script, *words, "--wait=1", framework="tensorflow")
+    assert stop(started(*MPIRUN, *line), tmp_path, "SIGTERM") == "in epoch 2 after batch 3"
+    run_script(number, "keras_preempted.py", *words, folder=tmp_path, framework="tensorflow")

@@ -119,8 +119,14 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         detail = "".join(traceback.format_exception(error))
         fail(f"failed: {error!r}\n{detail}", code=EXIT_FAILURE, wait=WAIT_FAILURE)
     if code == EXIT_PREEMPTED:
-        _disconnect(WAIT_PREEMPTED)
+        leave_preempted()
     leave(code)
+
+
+def leave_preempted() -> NoReturn:
+    """Exit with code 75, together with all other ranks."""
+    _disconnect(WAIT_PREEMPTED)
+    leave(EXIT_PREEMPTED)
 
 
 def restart_after_rank_loss() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import signal
 import sys
 import time
 import weakref
@@ -23,10 +24,11 @@ import numpy as np
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.adapters.preemption import SIGNALS
 from hvdtrain.adapters.tensorflow.distributed import reduction_of
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.keras import checkpoint, session
 from hvdtrain.keras import data as shards
-from hvdtrain.keras import session
 from hvdtrain.steps.sharding import permutation
 from tests.parallel.expect import expect_error
 from tests.parallel.keras_parts import LOSS, close, copies, draw, global_batches, net
@@ -370,6 +372,56 @@ def resumed() -> None:
     assert RANK or seen[0] == before
 
 
+class LeftError(Exception):
+    """Instead of the exit with code 75."""
+
+
+def stopped() -> None:
+    """A training that a signal stops in an epoch, and is run again, is one that was not."""
+
+    def leave() -> None:
+        raise LeftError
+
+    def train(folder: str, execution: int, stop: tuple[int, int] | None = None) -> list[bytes]:
+        model = net(RANK, keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.3))
+        optimizer = hvd.DistributedOptimizer(sgd(gradient_accumulation_steps=2))
+        model.compile(optimizer, LOSS, metrics=["accuracy"], steps_per_execution=execution)
+        epochs: list[int] = []
+
+        def ask(batch: int, logs: Any = None) -> None:
+            if RANK == SIZE - 1 and (epochs[-1], batch) == stop:
+                signal.raise_signal(signal.SIGUSR1)
+
+        callbacks = [
+            hvd.callbacks.BackupAndRestore(DONE / folder),
+            hvd.callbacks.MetricAverageCallback(),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+            keras.callbacks.LambdaCallback(
+                on_epoch_begin=lambda epoch, logs: epochs.append(epoch), on_train_batch_begin=ask
+            ),
+        ]
+        fit(model, callbacks=callbacks, epochs=4, validation_data=(VAL_X, VAL_Y))
+        values = [*model.get_weights(), *(each.numpy() for each in optimizer.variables)]
+        return [np.asarray(value).tobytes() for value in values]
+
+    kept, checkpoint.leave_preempted = checkpoint.leave_preempted, leave
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    # The signal comes after the batch has begun; the last one ends the training with the save.
+    for execution, stops in ((1, [(0, 0), (3, 2)]), (2, [(2, 2)])):
+        whole = train(f"whole-{execution}", execution)
+        assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
+        for stop in stops:
+            folder = f"cut-{execution}-{stop[0]}-{stop[1]}"
+            with contextlib.suppress(LeftError):
+                train(folder, execution, stop)
+                raise AssertionError("it was not stopped")
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            session.adapter().stop_wanted = False
+            assert train(folder, execution) == whole, (execution, stop)
+    checkpoint.leave_preempted = kept
+
+
 def a_disk_that_fails() -> None:
     """The training continues after a save that failed, and tries again."""
     hindrance = DONE / "hindrance"
@@ -665,7 +717,7 @@ WAYS = [
     local_layers,
     guard,
 ]
-WAYS += [rates, saved, resumed, a_disk_that_fails, elastic]
+WAYS += [rates, saved, resumed, stopped, a_disk_that_fails, elastic]
 for way in WAYS:
     if {way.__name__, "all"} & WANTED:
         way()
