@@ -115,8 +115,7 @@ soak: setup  ## what takes too long for test-all: faults again and again, all pa
 	    tests/unit/training/test_trackers.py
 	HVDTRAIN_LONG=1 $(PYTEST) -s tests/faults/test_killed_saves.py tests/parallel/test_pairs.py \
 	    tests/parallel/test_many_ranks.py
-	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/parallel/test_elastic*.py)
-	HVDTRAIN_LONG=1 $(PYTEST) -s $(wildcard tests/cluster/test_two_hosts.py) -k elastic
+	HVDTRAIN_LONG=1 $(PYTEST) -s tests/parallel/test_elastic.py
 	python -m benchmarks.memory
 	python -m benchmarks.many_ranks
 

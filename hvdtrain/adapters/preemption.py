@@ -1,7 +1,7 @@
 """Requests to stop a training: it saves within a few steps and exits with code 75.
 
-A request is a signal, a change of hosts or the approaching end of the job's walltime: PBS leaves
-only 10 s between TERM and KILL, and Open MPI's mpirun half a second (version 5) or two (version 4).
+A request is a signal or the approaching end of the job's walltime: PBS leaves only 10 s between
+TERM and KILL, and Open MPI's mpirun half a second (version 5) or two (version 4).
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from typing import Any
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import EXIT_PREEMPTED
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.system.runtime import elastic
-from hvdtrain.system.runtime.detect import TORCHRUN, detect, is_elastic, is_restarted
+from hvdtrain.system.runtime.detect import detect, is_restarted
 from hvdtrain.system.runtime.exit import (
     WAIT_FAILURE,
     announce,
     claim_error_output,
     leave,
     process_status,
-    restart_ranks,
 )
 from hvdtrain.system.runtime.outlive import is_ended_by_mpirun
 from hvdtrain.system.runtime.walltime import IS_NEAR, Walltime, seconds_left
@@ -34,8 +32,7 @@ from hvdtrain.system.runtime.walltime import IS_NEAR, Walltime, seconds_left
 ENDING = ("SIGTERM", "SIGINT")  # mpirun ends its ranks on these and forwards the others
 AGAIN = "run the same command again to continue"
 NOTHING_SAVED = "nothing was saved (no --checkpoint-dir)"
-HOSTS_CHANGED = "the hosts have changed"
-# Stop signals of batch systems, of the elastic worker and of the terminal.
+# Stop signals of batch systems, of `hvdtrain launch` and of the terminal.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
@@ -54,11 +51,9 @@ def on_stop_signal(want_stop: Callable[[str], None]) -> dict[int, Any]:
     return {number: signal.signal(number, handle) or signal.SIG_DFL for number in SIGNALS}
 
 
-def resume_hint(*, restart: bool) -> str:
-    """Return how the training continues after a stop; ``restart``: its ranks restart at once."""
-    if restart:
-        return "the ranks restart"
-    if detect(os.environ).launcher == TORCHRUN and is_restarted(os.environ):
+def resume_hint() -> str:
+    """Return how the training continues after a stop."""
+    if is_restarted(os.environ):
         return "the ranks continue when torchrun restarts them, or when the same command is run"
     return AGAIN
 
@@ -123,8 +118,7 @@ def wait_for_agent(stop_requested: Callable[[], bool]) -> None:
     A rank that exits without a request of its agent counts as failed, and uses up a restart.
     """
     end = time.monotonic() + AGENT
-    by_torchrun = detect(os.environ).launcher == TORCHRUN and is_restarted(os.environ)
-    while by_torchrun and not stop_requested() and time.monotonic() < end:
+    while is_restarted(os.environ) and not stop_requested() and time.monotonic() < end:
         time.sleep(POLL)
 
 
@@ -159,13 +153,11 @@ class Preemption:
             signal.signal(*self._former.popitem())
 
     def watch(self) -> None:
-        """Watch on rank 0 for the end of the walltime and for changed hosts of an elastic job."""
+        """Watch on rank 0 for the end of the walltime."""
         if self.communicator.is_root:
             left = seconds_left()
             # From now on the time of the day may be changed.
             self.walltime.ends = None if left is None else time.monotonic() + left
-            if is_elastic(os.environ):
-                elastic.watch_hosts(lambda: self.want_stop(HOSTS_CHANGED))
 
     def watch_walltime(self, longest_step: float) -> None:
         """Request a stop if the walltime is near; ``longest_step``: seconds to the next check."""
@@ -174,30 +166,22 @@ class Preemption:
 
     def want_stop(self, reason: str) -> None:
         """Request a stop on this rank."""
-        if self.reason in ("", HOSTS_CHANGED):
+        if not self.reason:
             self.reason = reason
             self._on_request()
 
     def agree(self) -> tuple[str, int]:
         """Return a reason to stop, and the first rank that has it; all ranks must call it.
 
-        All return the same: an empty reason if there is none, ``HOSTS_CHANGED`` only if no rank has
-        another one.
+        All return the same: an empty reason if there is none.
         """
         reasons = [reason.decode() for reason in self.communicator.gather(self.reason.encode())]
-        others = (reason for reason in reasons if reason not in ("", HOSTS_CHANGED))
-        reason = next(others, max(reasons))
+        reason = next(filter(None, reasons), "")
         return reason, reasons.index(reason)
 
     def announce(self, reason: str, rank: int, done: str) -> None:
-        """Report on rank 0 why the training stops and what was ``done``.
-
-        If the hosts have changed, the ranks restart.
-        """
-        restart = reason == HOSTS_CHANGED
+        """Report on rank 0 why the training stops and what was ``done``."""
         if self.communicator.is_root:
             cause = f"{reason} on rank {rank}" if rank else reason
-            text = f"{cause}: {done}: {resume_hint(restart=restart)}"
+            text = f"{cause}: {done}: {resume_hint()}"
             announce(text, mpirun_ends=self.reason in ENDING)
-        if restart:
-            restart_ranks()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from typing import Any, NoReturn
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import is_installed
@@ -41,12 +42,36 @@ _MODULES = {
         _OPERATIONS + _COLLECTIVES + _WORLD + _TIMELINE + _BUILT + _ENABLED, "horovod.tensorflow"
     ),
 }
-__all__ = sorted(["callbacks", "elastic", *_MODULES])
+_REMOVED = {
+    "elastic": "use callbacks.BackupAndRestore, which saves on a signal and near the walltime, and "
+    "a chain of jobs that resume (hvdtrain submit --chain)",
+}
+__all__ = sorted(["callbacks", *_MODULES, *_REMOVED])
+
+
+class _Removed:
+    """A name of Horovod that is refused on use."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError(f"hvd.{self._name} is not supported: {_REMOVED[self._name]}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # of Python or an editor
+            raise AttributeError(name)
+        self._refuse()
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse()
 
 
 def __getattr__(name: str) -> object:
-    if name in ("callbacks", "elastic"):
+    if name == "callbacks":
         return importlib.import_module(f"hvdtrain.keras.{name}")
+    if name in _REMOVED:
+        return _Removed(name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _MODULES[name]

@@ -106,7 +106,7 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if not self._compared and batch >= shards.offset.left_out:
+        if not self._compared and batch >= shards.left_out():
             self._compared = True
             self._compare("after the first update")
 
@@ -312,7 +312,7 @@ class LearningRateScheduleCallback(ModelCallback):
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        epoch, first = self._epoch + shards.offset.epochs, shards.offset.left_out
+        epoch, first = self._epoch, shards.left_out()
         if epoch < self.start_epoch or batch < first:
             return
         if self.end_epoch is not None and epoch >= self.end_epoch:
@@ -372,7 +372,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     @override
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_end(epoch, logs)
-        done = shards.offset.epochs + epoch + 1
-        if self.verbose and done == self.end_epoch and self.adapter.world.rank == 0:
+        if self.verbose and epoch + 1 == self.end_epoch and self.adapter.world.rank == 0:
             rate = float(self.model.optimizer.learning_rate)
-            print(f"\nEpoch {done}: the warm-up has arrived at {rate:g}.")  # noqa: T201 (as Keras)
+            print(f"\nEpoch {epoch + 1}: the warm-up has arrived at {rate:g}.")  # noqa: T201 (as Keras)

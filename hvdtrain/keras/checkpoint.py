@@ -243,7 +243,7 @@ class BackupAndRestore(ModelCallback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if batch < shards.offset.left_out:
+        if batch < shards.left_out():
             if self._rate is not None:  # a callback may have changed it as the epoch began
                 self.model.optimizer.learning_rate = self._rate
             return
@@ -356,8 +356,8 @@ def restore(
     except DAMAGE as error:
         raise agreed(
             UsageError(
-                f"{state['path']} was not saved by BackupAndRestore or a state of hvd.elastic for "
-                "this model: use another directory"
+                f"{state['path']} was not saved by BackupAndRestore for this model: use another "
+                "directory"
             )
         ) from error
     if reduction:

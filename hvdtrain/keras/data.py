@@ -10,7 +10,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import keras
@@ -30,6 +29,7 @@ Logs = dict[str, Any] | None  # of a callback: values by name
 
 _orders: weakref.WeakSet[_Order] = weakref.WeakSet()
 _last: weakref.ref[_Order] | None = None  # order iterated over last
+_left_out = 0  # number of batches of this epoch of ``fit`` that were completed before it
 
 
 def shard(
@@ -97,23 +97,12 @@ def _refuse_repeat(*_: object, **__: object) -> NoReturn:
     )
 
 
-@dataclass
-class FitOffset:
-    """Offset of ``fit`` in a training that continues another process's (``elastic.py``)."""
-
-    epochs: int = 0  # completed before those counted by fit
-    left_out: int = 0  # number of batches skipped at the beginning of the epoch
-
-
-offset = FitOffset()  # of this process, which trains one model at a time
-
-
 def begin_epoch(number: int) -> None:
     """Set the next epoch of the datasets of ``shard``, which otherwise count by themselves."""
     global _last
     _last = None
     for order in _orders:
-        order.epoch = number + offset.epochs
+        order.epoch = number
 
 
 def begin_at(samples: int, consumed: int) -> int | None:
@@ -136,12 +125,22 @@ def drawn_last() -> _Order | None:
     return _last() if _last else None
 
 
+def left_out() -> int:
+    """Return the number of batches that the current epoch of ``fit`` leaves out at its beginning.
+
+    Callbacks are called for them, but the model does not change.
+    """
+    return _left_out
+
+
 def leave_out(model: Any, number: int, rest: int, logs: Logs) -> Callable[[], None]:
     """Make ``fit`` draw the next ``number`` batches without training on them, and return ``logs``.
 
-    The last ``rest`` of them begin an execution that trains on its other batches. Returns what
-    restores the model's train function at once.
+    The last ``rest`` of them begin an execution that trains on its other batches. Call the result
+    at the end of the epoch: it restores the model's train function if that has not happened yet.
     """
+    global _left_out
+    _left_out = number - rest
     original, left, several = model.train_function, number, model.steps_per_execution
 
     def restore() -> None:
@@ -165,9 +164,14 @@ def leave_out(model: Any, number: int, rest: int, logs: Logs) -> Callable[[], No
         finally:
             model.train_function, model.steps_per_execution = original, several
 
+    def end() -> None:
+        global _left_out
+        _left_out = 0
+        restore()
+
     if number:
         model.train_function = train_function
-    return restore
+    return end
 
 
 class _Order:

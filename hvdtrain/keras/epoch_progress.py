@@ -26,7 +26,7 @@ class EpochProgress:
         self.batch = 0
         self._order: Any = None  # from which the epoch's batches are drawn; None: not of ``shard``
         self._logs: Logs = None
-        self._restore: Callable[[], None] = lambda: None  # restores the model's train function
+        self._end: Callable[[], None] = lambda: None
 
     def resume(self, state: JsonValues, size: int) -> None:
         """Leave out the completed batches of a checkpoint with this ``state``; ``size``: of ranks.
@@ -36,9 +36,8 @@ class EpochProgress:
         """
         self.batch = done = self._completed(state["of_epoch"], state["world_size"] / size)
         rest = 0 if done == self.steps else done % self.model.steps_per_execution
-        shards.offset.left_out = done - rest
         self._logs = state["of_epoch"]["logs"]
-        self._restore = shards.leave_out(self.model, done, rest, self._logs)
+        self._end = shards.leave_out(self.model, done, rest, self._logs)
 
     def _completed(self, saved: JsonValues, growth: float) -> int:
         """Return the number of completed batches, in batches of the current size.
@@ -73,6 +72,5 @@ class EpochProgress:
 
     def end(self) -> None:
         """End the epoch."""
-        self._restore()
+        self._end()
         self.batch = 0
-        shards.offset.left_out = 0

@@ -12,8 +12,7 @@ import builtins
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -21,9 +20,8 @@ import keras
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.select import adapter as select_adapter
-from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.system.runtime.detect import detect, is_elastic
-from hvdtrain.system.runtime.exit import restart_after_rank_loss
+from hvdtrain.errors import UsageError
+from hvdtrain.system.runtime.detect import detect
 
 _adapters: dict[int, CommonAdapter] = {}  # by process set; 0: all ranks, created by ``init``
 _known: dict[int, Any] = {}  # process sets, except for the global one
@@ -63,9 +61,8 @@ def init(comm: Any = None, process_sets: Sequence[Any] | str | None = None) -> N
     created: Any = select_adapter("tensorflow")
     if process_sets:
         created.process_sets = process_sets
-    with outliving_loss():
-        created.initialize()
-        created.pin_device()
+    created.initialize()
+    created.pin_device()
     _adapters[0] = created
     _known.update((process_set.process_set_id, process_set) for process_set in sets)
     if created.world.size > 1:
@@ -73,22 +70,6 @@ def init(comm: Any = None, process_sets: Sequence[Any] | str | None = None) -> N
         for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
             if hasattr(module, name):  # not under python -S
                 setattr(module, name, _noted(getattr(module, name)))
-
-
-@contextmanager
-def outliving_loss() -> Iterator[None]:
-    """Restart this rank if the block fails because another one is lost, in an elastic job.
-
-    Otherwise errors of the block are raised.
-    """
-    try:
-        yield
-    except HvdtrainError:  # never caused by a loss
-        raise
-    except Exception:
-        if is_elastic(os.environ):
-            restart_after_rank_loss()
-        raise
 
 
 def _check_sets(sets: Iterable[Any], size: int) -> None:

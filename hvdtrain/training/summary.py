@@ -21,7 +21,6 @@ from hvdtrain.system.machine.frameworks import versions
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import physical_cores, processor
 from hvdtrain.system.output.text import plural
-from hvdtrain.system.runtime import elastic
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.tasks.metrics import Metric
 from hvdtrain.training.plan import Session
@@ -154,9 +153,7 @@ def environment(world: World) -> dict[str, object]:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(VARIABLES)
-            and not SECRET.search(name)
-            and name != elastic.ADDRESS  # it contains the job's secret
+            if name.startswith(VARIABLES) and not SECRET.search(name)
         },
         "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

@@ -244,29 +244,6 @@ def test_a_host_is_lost_and_the_training_goes_on_later(
         assert_bit_equal(At(uncut, end), At(resumed, end))
 
 
-@on_demand
-def test_horovod_elastic_goes_on_without_a_lost_host(two: TwoHosts, tmp_path: Path) -> None:
-    """The names of these hosts do not resolve: ranks use the interface to the launcher."""
-    available = tmp_path / "hosts"
-    script = executable(tmp_path / "discover.sh", f"#!/bin/sh\ncat {available}\n")
-    available.write_text("".join(f"{two.address(number)}:2\n" for number in (1, 2)))
-    launch = (*LAUNCH, "--elastic", "--min=2", "--max=4")
-    options = ("--model=small", "--epochs=100", "--checkpoint-every=5", *EXACT, "--num-steps=400")
-    command = two.on(1, *launch, f"--discovery={script}", "--", *trainer(tmp_path, *options))
-    with two.running(command) as process:
-        wait_for_checkpoints(1, process, tmp_path)
-        two.power_off()
-        began = time.monotonic()
-        available.write_text(f"{two.address(1)}:2\n")
-        output, _ = process.communicate(timeout=START)
-    print(f"\na host lost: {time.monotonic() - began:.1f} s to the end\n{output}")
-    assert process.returncode == 0, output
-    two_ranks = Training(Outcome(0, "", output), tmp_path)
-    assert two_ranks.summary["world_size"] == 2
-    assert two_ranks.summary["samples_trained"] == 25 * 1500  # 16 steps each
-    assert_close(train(1, tmp_path / "one", "mnist", *options), two_ranks, 1e-9)
-
-
 def kill_daemon(two: TwoHosts) -> None:
     send(signal.SIGKILL, two.programs(2, "prted "))
 

@@ -38,7 +38,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import checkpoint_files
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, STATE_FILE, TRAINING_FILE
-from hvdtrain.system.runtime import elastic, failure_detector
+from hvdtrain.system.runtime import failure_detector
 from hvdtrain.system.runtime.failure_detector import (
     ACCEPTING,
     CONFIRM,
@@ -490,28 +490,10 @@ def read_messages(data: bytes, folder: Path) -> None:
     here, there = socket.socketpair()
     detector = FailureDetector(0, [("node", "")] * 2, [])
     detector.on_report = Waits(0, ["node", "node"]).take
-    patches = {"end_after_loss": partial(_end, "ended"), "speak": mock.Mock()}
+    patches = {"leave": partial(_end, "ended"), "speak": mock.Mock()}
     with here, there, contextlib.closing(detector.selector), contextlib.closing(detector):
         there.sendall(data[:65536])
         there.shutdown(socket.SHUT_WR)
         with mock.patch.multiple(failure_detector, time=mock.Mock(), **patches):
             while detector._read(Connection(here, 1)):
                 pass
-
-
-@reader("elastic-answer", "ranks")
-def read_answer(data: bytes, folder: Path) -> None:
-    here, there = socket.socketpair()
-
-    def connect(self: Any) -> None:
-        self.sock = here
-
-    variables = {elastic.ADDRESS: "driver:1/secret", elastic.SLOT: "node+0:0"}
-    with here, there, mock.patch("http.client.HTTPConnection.connect", connect):
-        there.sendall(data[:65536])
-        there.shutdown(socket.SHUT_WR)
-        with mock.patch.dict(os.environ, variables):
-            try:
-                elastic.query_rank()
-            except OSError as error:
-                raise UsageError(str(error)) from error

@@ -223,7 +223,6 @@ def test_wrong_use_is_one_line_and_exit_code_2(
         "pack images out",
         "submit --walltime 1:00:00 --site private/site.yaml -- x",
         "submit --scheduler none --logs private/jobs -- x",
-        "launch --elastic --min 1 --max 2 --discovery private/hosts -- true",
         "launch -n 2 -- private/train.py",
         "-m hvdtrain.train private/train.py",
     ],

@@ -1,22 +1,16 @@
-"""The process that ``hvdtrain launch`` starts on a host for the ranks there, and its leash.
+"""The agent that ``hvdtrain launch`` starts on a host for the ranks there, and its leash.
 
-The leash is the process's standard input: a byte on it is an order, and when it closes, because the
-process that holds the other end has exited, the ranks are killed. It works through ssh, too.
+The leash is the process's standard input: on a byte the ranks save and stop, and when it closes,
+because the process that holds the other end has exited, they are killed. It works through ssh, too.
 
-``python -m hvdtrain.commands.launch.host_process torchrun`` takes torchrun's options and behaves
-like torchrun, except that
+``python -m hvdtrain.commands.launch.host_process`` takes torchrun's options and behaves like
+torchrun, except that
 
 - its exit code is that of the first rank to fail; torchrun's is always 1;
-- on a signal or an order its ranks save and stop, by SIGUSR1; torchrun kills them;
+- on a signal or a byte its ranks save and stop, by SIGUSR1; torchrun kills them;
 - each rank gets its share of the host's cores; torchrun gives it one thread;
 - with ``--max-restarts``, ranks that saved and stopped, or that ended with a usage error, are not
   restarted.
-
-``python -m hvdtrain.commands.launch.host_process horovod`` starts a command as the rank of a slot
-of an elastic job. A rank that requests it is restarted, with the number that the driver assigns to
-the slot then; otherwise the process ends with the rank, and with its exit code. On the order
-``STOP`` the rank saves and stops, as on a signal; on ``RESTART`` it is killed and restarted. The
-first line on standard input is the secret of the driver.
 """
 
 from __future__ import annotations
@@ -31,49 +25,36 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import psutil
 from typing_extensions import override
 
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
-from hvdtrain.system.machine.network import interface_towards
-from hvdtrain.system.runtime import elastic
-from hvdtrain.system.runtime.command import Command, start
 from hvdtrain.system.runtime.outlive import STOP_SIGNALS
 from hvdtrain.system.runtime.spawn import exit_code, say, signal_of
 
 PROGRAM = (sys.executable, "-m", "hvdtrain.commands.launch.host_process")
 STANDARD_INPUT = 0
-STOP, RESTART = b"\n", b"r"  # orders
 PATIENCE = 3.0  # seconds for a process to kill its ranks
-INTERFACE = "HOROVOD_GLOO_IFACE"
-# Exit codes of a rank that Horovod's threads abort when another one is lost.
-ABORTED = (128 + signal.SIGABRT, 128 + signal.SIGSEGV)
-LOSS_PATIENCE = 3.0  # seconds for the driver to detect the rank that was lost first
 
 
 # The end that launch holds
 
 
-def send(process: subprocess.Popen[bytes], order: bytes) -> None:
-    """Give ``process`` an order, unless it has ended."""
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Let the ranks of ``process`` save and stop, unless it has ended."""
     with contextlib.suppress(OSError, ValueError):
         if process.stdin:
-            os.write(process.stdin.fileno(), order)
-
-
-def release(process: subprocess.Popen[bytes]) -> None:
-    """Let ``process`` kill its ranks and end."""
-    if process.stdin:
-        process.stdin.close()
+            os.write(process.stdin.fileno(), b"\n")
 
 
 def end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     """Let ``processes`` kill their ranks and end; kill those that do not."""
     processes = list(processes)
     for process in processes:
-        release(process)
+        if process.stdin:
+            process.stdin.close()
     deadline = time.monotonic() + PATIENCE
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -84,11 +65,8 @@ def end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 # The end on the host
 
 
-def heed(orders: Callable[[bytes], None]) -> None:
-    """Stop the ranks on a signal; keep standard input from them, and heed it if it is a pipe.
-
-    ``orders`` is called with each order.
-    """
+def listen() -> None:
+    """Stop the ranks on a signal; keep standard input from them, and read it if it is a pipe."""
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: request_stop())
     kind = os.fstat(STANDARD_INPUT).st_mode
@@ -97,12 +75,12 @@ def heed(orders: Callable[[bytes], None]) -> None:
     os.dup2(null, STANDARD_INPUT)
     os.close(null)
     if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
-        threading.Thread(target=_listen, args=(pipe, orders), name="stdin", daemon=True).start()
+        threading.Thread(target=_listen, args=(pipe,), name="stdin", daemon=True).start()
 
 
-def _listen(pipe: int, orders: Callable[[bytes], None]) -> None:
-    while order := os.read(pipe, 1):
-        orders(order)
+def _listen(pipe: int) -> None:
+    while os.read(pipe, 1):
+        request_stop()
     signal_ranks(signal.SIGKILL)
     os._exit(EXIT_FAILURE)
 
@@ -124,7 +102,7 @@ def request_stop() -> None:
 
 def run_torchrun(arguments: Sequence[str]) -> int:
     """Start the ranks of this host with torchrun's ``arguments``; return the exit code."""
-    heed(lambda _: request_stop())
+    listen()
     if "LOGLEVEL" not in os.environ:  # torchrun's
         logging.disable(logging.ERROR)  # failed ranks report it themselves, or are reported below
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
@@ -189,57 +167,5 @@ def _restart_only_after_loss() -> set[int]:
     return codes
 
 
-def run_slot(words: Sequence[str]) -> int:
-    """Start the rank of a slot, and restart it on request; return its last exit code."""
-    restart = threading.Event()
-
-    def handle(order: bytes) -> None:
-        if order == RESTART:
-            restart.set()
-            signal_ranks(signal.SIGKILL)
-        else:
-            request_stop()
-
-    # The secret comes by the leash, as everybody on the host can read a command line.
-    with open(STANDARD_INPUT, "rb", buffering=0, closefd=False) as leash:
-        secret = leash.readline().decode().strip()
-    heed(handle)
-    address = os.environ[elastic.ADDRESS]
-    environ: dict[str, str] = {}
-    if INTERFACE not in os.environ:
-        environ[INTERFACE] = interface_towards(address) or "lo"
-    os.environ[elastic.ADDRESS] = f"{address}:{os.environ[elastic.PORT]}/{secret}"
-    while True:
-        restart.clear()
-        code = exit_code(start(Command(tuple(words), environ)).wait())
-        if not (code == elastic.EXIT_RESTART or restart.is_set() or _is_caused_by_a_loss(code)):
-            return code
-        try:
-            values = elastic.query_rank()
-        except OSError as error:
-            say(f"{socket.gethostname()}: no answer from the elastic driver: {error}")
-            return code
-        if values is None:
-            return EXIT_OK
-        environ |= variables(values)
-
-
-def variables(values: Sequence[str]) -> dict[str, str]:
-    """Return the variables of a rank: rank, size and so on, in the order of the driver's answer."""
-    names = (f"HOROVOD_{name}" for name in elastic.RANK_FIELDS)
-    return dict(zip(names, values, strict=True))
-
-
-def _is_caused_by_a_loss(code: int) -> bool:
-    end = time.monotonic() + LOSS_PATIENCE
-    while code in ABORTED and time.monotonic() < end:
-        if elastic.is_rank_lost():
-            return True
-        time.sleep(LOSS_PATIENCE / 10)
-    return False
-
-
 if __name__ == "__main__":
-    runner = {"torchrun": run_torchrun, "horovod": run_slot}[sys.argv[1]]
-    code = runner(sys.argv[2:])
-    os._exit(code) if runner is run_slot else sys.exit(code)
+    sys.exit(run_torchrun(sys.argv[1:]))

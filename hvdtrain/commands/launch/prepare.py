@@ -5,26 +5,23 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import (
     Allocation,
-    Host,
     RankLayout,
     find_allocation,
     lay_out,
     parse_hosts,
-    parse_lines,
     read_hostfile,
 )
 from hvdtrain.commands.launch.launcher_choice import agent_settings, find_mpi
 from hvdtrain.commands.launch.torchrun import agent_commands
 from hvdtrain.config.values import positive
-from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.system.machine.frameworks import find_module
+from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import packages, physical_cores
 from hvdtrain.system.machine.threads import (
@@ -33,14 +30,8 @@ from hvdtrain.system.machine.threads import (
     launch_threads,
     requested_threads,
 )
-from hvdtrain.system.output.text import plural
-from hvdtrain.system.runtime.command import Command, run
+from hvdtrain.system.runtime.command import Command
 from hvdtrain.system.settings import read_settings
-
-HERE = "localhost"  # this machine, if no hosts are specified for an elastic job
-LIBRARIES = ("horovod.torch.mpi_lib_v2", "horovod.tensorflow.mpi_lib")
-GLOO = b"HOROVOD_GLOO_RENDEZVOUS_ADDR"  # in each Horovod library built with Gloo
-PATIENCE = 60.0  # seconds for a discovery script
 
 
 @dataclass(frozen=True)
@@ -170,24 +161,29 @@ def choose_threads(
 
 def checkpoint_dir(command: Sequence[str]) -> Path | None:
     """Return the --checkpoint-dir of a training command or its --config files, or None."""
-    values: dict[str, list[str]] = {"--checkpoint-dir": [], "--config": []}
+    directory = option_of(command, "checkpoint-dir")
+    return Path(directory) if directory else None
+
+
+def option_of(command: Sequence[str], name: str) -> str:
+    """Return the value of an option of a training command or its --config files; empty: none."""
+    values: dict[str, list[str]] = {f"--{name}": [], "--config": []}
     for index, word in enumerate(command):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") in values:
+        option, equals, value = word.partition("=")
+        if (option := option.replace("_", "-")) in values:
             value = value if equals else "".join(command[index + 1 : index + 2])
-            values[name.replace("_", "-")].append(value)
-    directories = [value for file in values["--config"] for value in _directories_in(Path(file))]
-    directories += values["--checkpoint-dir"]
-    return Path(directories[-1]) if directories and directories[-1] else None
+            values[option].append(value)
+    configured = [value for file in values["--config"] for value in _values_in(Path(file), name)]
+    return ["", *configured, *values[f"--{name}"]][-1]
 
 
-def _directories_in(file: Path) -> list[str]:
-    """Return the checkpoint directory in a file of options, if any."""
+def _values_in(file: Path, name: str) -> list[str]:
+    """Return the value of an option in a file of options, if any."""
     try:
-        settings = read_settings(file, "checkpoint-dir: DIR")
+        settings = read_settings(file, f"{name}: VALUE")
     except UsageError:  # the ranks report it
         return []
-    names = ("checkpoint-dir", "checkpoint_dir")
+    names = (name, name.replace("-", "_"))
     return [str(setting.value) for setting in settings if setting.name in names and setting.value]
 
 
@@ -210,89 +206,3 @@ def notes(launch: Launch) -> list[str]:
             f"use --threads {max(1, cores // ranks)}"
         )
     return warnings
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The number of ranks that may run, and the hosts for them."""
-
-    fewest: int  # ranks; with fewer slots the job waits
-    most: int  # ranks, even if there are more slots
-    hosts: tuple[Host, ...]  # if ``script`` is None
-    source: str  # the origin of the hosts, for messages
-    script: Path | None = None  # prints a host and its slots per line, at each call
-    ppn: int | None = None  # ranks per host; None: one per slot
-    threads: int | None = None  # OMP_NUM_THREADS of each rank; None leaves it to the program
-
-    def find(self) -> tuple[Host, ...]:
-        """Return the hosts that are available now.
-
-        Raises:
-            HvdtrainError: the script failed.
-            UsageError: the output of the script is not a list of hosts.
-        """
-        hosts = self.hosts
-        if self.script:
-            done = run(Command((str(self.script.absolute()),)), timeout=PATIENCE)
-            if not done.ok:
-                output = " ".join(done.output.split())[-200:]
-                raise HvdtrainError(f"{self.source} ended with code {done.exit_code}: {output}")
-            hosts = parse_lines(done.output.splitlines(), self.source)
-        # Spare slots replace those of lost ranks; a file may specify more than fit in memory.
-        most = 2 * self.most
-        return tuple(Host(host.name, min(self.ppn or host.slots, most)) for host in hosts)
-
-
-def make_pool(
-    request: Request, script: Path | None, environ: Mapping[str, str] = os.environ
-) -> Pool:
-    """Return the requested pool of slots, for from ``request.fewest`` to ``request.ranks`` ranks.
-
-    Raises:
-        UsageError: the numbers do not fit, or a program cannot be executed.
-    """
-    fewest, most = request.fewest or 1, request.ranks
-    if fewest > most:
-        raise UsageError(f"--min {fewest} is more than --max {most}")
-    if request.ranks_per_host:
-        raise UsageError("--room-for: not supported by --elastic; use --threads")
-    check_request(request, environ)
-    if script is None:
-        allocation = choose_hosts(request.hosts, request.hostfile, environ)
-        hosts = allocation.hosts or (Host(HERE, most),)
-        source = allocation.source if allocation.hosts else "this machine"
-        pool = Pool(fewest, most, hosts, source, ppn=request.ppn)
-        slots = sum(host.slots for host in pool.find())
-        if slots < fewest:
-            raise UsageError(
-                f"--min {fewest}: {source} has {plural(slots, 'slot')}; --discovery can add hosts"
-            )
-        full = tuple(Host(host.name, min(host.slots, most)) for host in pool.find())
-        layout = RankLayout(slots, full)
-        return replace(pool, threads=choose_threads(request, layout, physical_cores(), environ))
-    option = f"--discovery {script}"
-    if request.hosts or request.hostfile:
-        raise UsageError(f"{option}: cannot be combined with --hosts or --hostfile")
-    if not script.is_file():
-        raise UsageError(f"{option}: no such file")
-    if not os.access(script, os.X_OK):
-        raise UsageError(f"{option}: not executable: run `chmod +x {script}`")
-    pool = Pool(fewest, most, (), option, script, request.ppn, request.threads)
-    try:
-        pool.find()
-    except HvdtrainError as error:
-        raise UsageError(str(error)) from None
-    return pool
-
-
-def check_gloo(libraries: Iterable[Path | None] | None = None) -> None:
-    """Raise ``UsageError`` if Horovod's ``libraries`` cannot connect ranks without MPI."""
-    files = [file for file in libraries or map(find_module, LIBRARIES) if file]
-    if not files:
-        raise UsageError("--elastic needs Horovod: run `hvdtrain install-horovod`")
-    for library in files:
-        if GLOO not in library.read_bytes():
-            raise UsageError(
-                f"--elastic needs Horovod with Gloo, but {library} was built without: run "
-                "`hvdtrain install-horovod --rebuild`, with HOROVOD_WITH_GLOO=1"
-            )

@@ -18,7 +18,6 @@ from hvdtrain.system.runtime.command import Command, start
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
 from hvdtrain.system.runtime.spawn import AFTER_STOP, Processes, exit_code
 
-AGENT = (*host_process.PROGRAM, "torchrun")
 PORT = "29500"  # torchrun's default for the rendezvous of several hosts; set by MASTER_PORT
 RESTARTS = "--max-restarts=10"  # losses of a rank or a host that a job survives
 # By default torchrun 2.13 gives an agent that joins the address of a store that is not recreated.
@@ -57,7 +56,7 @@ def agent_commands(
             # Its ranks may rendezvous there; its own name may resolve to another address.
             address = [is_host, f"--local-addr={host.name}"]
             options = [*(address if fewest else [f"--node-rank={number}"]), *options]
-        agent = Command((*AGENT, *rendezvous, *options), variables)
+        agent = Command((*host_process.PROGRAM, *rendezvous, *options), variables)
         commands[host.name] = on_host(host.name, agent, environ)
     return commands
 
@@ -98,7 +97,7 @@ class Agents(Processes):
     @override
     def forward(self, number: signal.Signals) -> None:
         for process in self.running:
-            host_process.send(process, host_process.STOP)
+            host_process.stop(process)
 
     @override
     def kill(self) -> None:

@@ -6,25 +6,26 @@ import argparse
 import logging
 import os
 import signal
-from pathlib import Path
+from collections.abc import Sequence
 
 from hvdtrain.commands.launch.outcome import code_after_stop
 from hvdtrain.commands.launch.prepare import (
     Request,
     add_host_options,
-    check_gloo,
-    make_pool,
     notes,
+    option_of,
     prepare,
     prepare_agents,
 )
 from hvdtrain.commands.launch.stage_environment import MUST, TRY, staged
 from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents
 from hvdtrain.commands.launch.watch import watch
+from hvdtrain.config.strategies import DEFAULT, STRATEGIES
 from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page
+from hvdtrain.system.runtime.detect import TORCHRUN
 from hvdtrain.system.runtime.scratch import clear_leftovers
 from hvdtrain.system.runtime.spawn import StopSignals
 from hvdtrain.system.runtime.walltime import ENDS, ends_at
@@ -49,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launcher",
         choices=("mpi", "torchrun"),
-        default="mpi",
-        help="launcher of the ranks: that of the installed MPI, or torchrun (default: mpi)",
+        help="launcher of the ranks: that of the installed MPI, or torchrun (default: mpi, with "
+        "--elastic torchrun)",
     )
     _add_elastic_options(parser)
     parser.add_argument(
@@ -92,34 +93,26 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--elastic",
         action="store_true",
-        help="survive lost ranks and changing hosts, with Horovod's elastic driver or torchrun; "
-        "requires --min and --max instead of -n",
+        help="survive lost ranks and hosts, by torchrun; requires --min and --max instead of -n",
     )
     group.add_argument("--min", type=positive, metavar="N", help="minimum number of ranks")
     group.add_argument("--max", type=positive, metavar="M", help="maximum number of ranks")
-    group.add_argument(
-        "--discovery",
-        type=Path,
-        metavar="SCRIPT",
-        help="executable that prints the available hosts as lines `host:slots`; run every second",
-    )
 
 
 def run_verb(arguments: argparse.Namespace) -> Report:
     """Start the ranks, wait for them, and pass on the launcher's exit code.
 
     Raises:
-        UsageError: see ``prepare``, ``prepare_agents`` and ``make_pool``; an option is for other
-            launchers, or Horovod is missing.
-        HvdtrainError: the job was ended after --timeout, cannot be started, or has too few slots.
+        UsageError: see ``prepare`` and ``prepare_agents``; an option is for other launchers.
+        HvdtrainError: the job was ended after --timeout, or cannot be started.
     """
     words, timeout = arguments.command, arguments.timeout
     if arguments.elastic is (arguments.n is not None):
         raise UsageError(
             "the number of ranks is required: use either -n N, or --elastic --min N --max M"
         )
-    if not arguments.elastic and (arguments.min or arguments.max or arguments.discovery):
-        raise UsageError("--min, --max and --discovery require --elastic")
+    if not arguments.elastic and (arguments.min or arguments.max):
+        raise UsageError("--min and --max require --elastic")
     request = Request(
         arguments.n or arguments.max or 1,
         words[1:] if words[:1] == ["--"] else words,
@@ -131,19 +124,18 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         ranks_per_host=arguments.room_for,
         fewest=arguments.min,
     )
-    if arguments.elastic and None in (arguments.min, arguments.max):
-        raise UsageError("--elastic requires --min N and --max M, the numbers of ranks")
-    if arguments.stage_env and (arguments.elastic or arguments.launcher != "mpi"):
+    if arguments.elastic:
+        _check_elastic(arguments, request.words)
+    by_torchrun = arguments.elastic or arguments.launcher == TORCHRUN
+    if arguments.stage_env and by_torchrun:
         raise UsageError("--stage-env is for the launcher of the MPI, not torchrun or --elastic")
     if arguments.stage_env and arguments.dry_run:
         raise UsageError(
             "--stage-env and --dry-run: the command depends on copies that --dry-run does not "
             "make; omit one of them"
         )
-    if arguments.launcher == "torchrun" and not arguments.discovery:
+    if by_torchrun:
         return _by_torchrun(request, dry_run=arguments.dry_run)
-    if arguments.elastic:
-        return _elastic(arguments, request)
     with StopSignals() as signals:  # signals may arrive during `mpirun --version`
         launch = prepare(request)
         if arguments.dry_run:
@@ -168,31 +160,33 @@ def _export_job_end() -> None:
         os.environ[ENDS] = f"{end:.0f}"
 
 
-def _elastic(arguments: argparse.Namespace, request: Request) -> Report:
-    """Start Horovod's elastic driver, and wait for its ranks."""
-    if request.tag or arguments.launcher != "mpi":
-        raise UsageError(
-            "--elastic does not support --tag and --timeout, and --discovery does not support "
-            "--launcher"
-        )
-    pool = make_pool(request, arguments.discovery)
-    check_gloo()
-    from hvdtrain.commands.launch.elastic_job import ElasticJob, show
-
-    if arguments.dry_run:
-        return Report(show(pool, request.words))
-    with StopSignals() as signals:
-        _export_job_end()
-        job = ElasticJob(pool, request.words, signals)
-        log.info("hvdtrain: Horovod's elastic driver, at %s:%d", job.address, job.port)
-        code = job.run()
-    return Report("", exit_code=code_after_stop(code, job.stop, request.words))
+def _check_elastic(arguments: argparse.Namespace, words: Sequence[str]) -> None:
+    """Raise ``UsageError`` if torchrun cannot restart the ranks of a trainer."""
+    if None in (arguments.min, arguments.max):
+        raise UsageError("--elastic requires --min N and --max M, the numbers of ranks")
+    is_trainer = any(word.startswith("hvdtrain.") for word in words)
+    name = option_of(words, "strategy") or (DEFAULT.name if is_trainer else "")
+    framework = option_of(words, "framework")
+    supported = [strategy for strategy in STRATEGIES.values() if TORCHRUN in strategy.launchers]
+    if arguments.launcher == "mpi":
+        unsupported = "--launcher mpi"
+    elif framework and not any(framework in strategy.adapters for strategy in supported):
+        unsupported = f"--framework {framework}"
+    elif name in STRATEGIES and STRATEGIES[name] not in supported:
+        unsupported = f"--strategy {name}"
+    else:
+        return
+    raise UsageError(
+        f"--elastic restarts ranks by torchrun, which does not support {unsupported}: use "
+        "--strategy ddp, or a chain of jobs that resume (hvdtrain submit --chain)"
+    )
 
 
 def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
     """Start an agent on each host, and wait for them."""
     if request.tag:
-        raise UsageError("--launcher torchrun does not support --tag and --timeout")
+        option = "--elastic" if request.fewest else "--launcher torchrun"
+        raise UsageError(f"{option} does not support --tag and --timeout")
     with StopSignals() as signals:
         if not dry_run:
             _export_job_end()

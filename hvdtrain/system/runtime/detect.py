@@ -59,7 +59,6 @@ LAUNCHERS = (
 )
 
 RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # maximum number of restarts by torchrun
-SLOT = "HVDTRAIN_SLOT"  # slot of this process in `hvdtrain launch --elastic`
 
 JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID")  # job id in batch systems
 
@@ -118,14 +117,8 @@ def may_be_shell(environ: Mapping[str, str]) -> bool:
 
 
 def is_restarted(environ: Mapping[str, str]) -> bool:
-    """Return whether the launcher restarts the ranks if one fails."""
-    by_torchrun = detect(environ).launcher == TORCHRUN and bool(_number(environ, RESTARTS))
-    return by_torchrun or is_elastic(environ)
-
-
-def is_elastic(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is restarted if another rank is lost (``elastic.py``)."""
-    return detect(environ).launcher == HOROVODRUN and SLOT in environ
+    """Return whether torchrun restarts the ranks if one fails."""
+    return detect(environ).launcher == TORCHRUN and bool(_number(environ, RESTARTS))
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

@@ -31,8 +31,8 @@ from hvdtrain.errors import (
     HvdtrainError,
     UsageError,
 )
-from hvdtrain.system.runtime import elastic, terminal
-from hvdtrain.system.runtime.detect import detect, is_elastic, is_restarted
+from hvdtrain.system.runtime import terminal
+from hvdtrain.system.runtime.detect import detect, is_restarted
 from hvdtrain.system.runtime.outlive import MPIRUNS, impatient_parent, parent_among, write_after
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,7 @@ log = logging.getLogger(__name__)
 # a failure is usually of one rank, and the job must end within 10 s.
 WAIT_USAGE = 5.0
 WAIT_FAILURE = 1.0
-WAIT_LOSS = 5.0  # for the failure detector to report which rank a collective has lost
-LOSS_POLL = 0.3  # seconds before each check for a lost rank
-LOSS_POLLS = 5  # number of checks by an elastic rank
+WAIT_LOSS = 0.3  # for the failure detector to report which rank a collective has lost
 WAIT_PREEMPTED = 5.0  # for rank 0 to write the summary, after which all ranks exit together
 END_MARK = "HVDTRAIN_END_MARK"  # variable with the path of the file in ``leave_mark``
 MARK_NAME = "hvdtrain-end"  # of such a file in memory
@@ -110,10 +108,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
             _disconnect(WAIT_FAILURE)
         fail(f"error: {error}", code=error.exit_code, wait=wait, agreed=common)
     except Exception as error:
-        if is_elastic(os.environ):
-            restart_after_rank_loss()
-        elif (launch := detect(os.environ)).is_root and launch.size > 1:
-            time.sleep(LOSS_POLL)  # if a rank is lost, the failure detector reports which one
+        if (launch := detect(os.environ)).is_root and launch.size > 1:
+            time.sleep(WAIT_LOSS)
             if process_status.reported:  # a collective has failed, as that rank has exited
                 leave(EXIT_FAILURE)
         detail = "".join(traceback.format_exception(error))
@@ -127,32 +123,6 @@ def leave_preempted() -> NoReturn:
     """Exit with code 75, together with all other ranks."""
     _disconnect(WAIT_PREEMPTED)
     leave(EXIT_PREEMPTED)
-
-
-def restart_after_rank_loss() -> None:
-    """Restart this rank if another rank is lost, after a collective has failed.
-
-    The failure detector does the same, but it is not running while the ranks connect. An error on
-    all ranks is no loss: each rank checks before the first one has exited.
-    """
-    for _ in range(LOSS_POLLS):
-        time.sleep(LOSS_POLL)
-        if elastic.is_rank_lost():
-            restart_ranks()
-    time.sleep(WAIT_LOSS - LOSS_POLLS * LOSS_POLL)
-
-
-def end_after_loss() -> NoReturn:
-    """End this process because another rank is lost; elastic ranks are restarted."""
-    if is_elastic(os.environ):
-        restart_ranks()
-    leave(EXIT_FAILURE)
-
-
-def restart_ranks() -> NoReturn:
-    """End this rank so that it is restarted from the newest checkpoint (``elastic.py``)."""
-    terminal.clear()
-    leave(elastic.EXIT_RESTART)
 
 
 def agreed(error: HvdtrainError) -> HvdtrainError:

@@ -34,9 +34,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
-from hvdtrain.system.runtime.detect import is_elastic
-from hvdtrain.system.runtime.elastic import EXIT_RESTART
-from hvdtrain.system.runtime.exit import end_after_loss, leave_mark, process_status, speak
+from hvdtrain.system.runtime.exit import leave, leave_mark, process_status, speak
 from hvdtrain.system.runtime.keep_alive import SILENCE, keep_alive
 from hvdtrain.system.runtime.outlive import end_mpirun
 
@@ -129,7 +127,7 @@ def start(
 ) -> FailureDetector:
     """Connect the ranks and start watching; all ranks must call it together.
 
-    If a rank or host is lost, this process exits with code 1, in an elastic job with EXIT_RESTART.
+    If a rank or host is lost, this process exits with code 1.
 
     Args:
         rank: rank of this process.
@@ -204,7 +202,7 @@ class FailureDetector:
 
     def send_last(self, code: int) -> None:
         """Notify the other ranks that this rank is about to end with ``code``."""
-        self._notify(DONE if code in (EXIT_OK, EXIT_PREEMPTED, EXIT_RESTART) else FAILED)
+        self._notify(DONE if code in (EXIT_OK, EXIT_PREEMPTED) else FAILED)
 
     def _notify(self, last: bytes) -> None:
         if self.last is None:
@@ -324,7 +322,7 @@ class FailureDetector:
                 process_status.reported = True
                 process_status.act(EXIT_FAILURE)  # mpirun is about to kill this process
                 time.sleep(PATIENCE)  # an error of all ranks ends them together in the meantime
-            end_after_loss()
+            leave(EXIT_FAILURE)
         if message != DONE:
             self._end(connection.rank, silent=silent)
         return False
@@ -339,19 +337,12 @@ class FailureDetector:
         else:
             loss = f"{self._name(lost)} exited unexpectedly (crashed, or killed: out of memory?)"
         message = f"{loss}. {process_status.resume_hint()}"
-        if is_elastic(os.environ):
-            gone = self._host(lost) if silent else None
-            left = [r for r in range(len(self.hosts)) if r != lost and self._host(r) != gone]
-            if lost or self.rank == left[0]:  # only one rank reports the loss of rank 0
-                speak(message, wait=0.0)
-            self._notify(LOST)
-            end_after_loss()
         wait = 0.0 if lost else STAGGER * min(self.rank, LAST)
         speak(message, wait=wait, mpirun_ends=not silent)
         self._notify(LOST)
         if silent and end_mpirun():
             time.sleep(PATIENCE)
-        end_after_loss()
+        leave(EXIT_FAILURE)
 
     def _host(self, rank: int) -> str:
         return self.hosts[rank][0]

@@ -292,10 +292,9 @@ def rates() -> None:
     after = [0.2 * SIZE] * STEPS + [0.02 * SIZE] * STEPS
     np.testing.assert_allclose(seen, climb + after, rtol=1e-6)
     np.testing.assert_allclose(history["lr"], (climb + after)[STEPS - 1 :: STEPS], rtol=1e-6)
-    warm.verbose, shards.offset.epochs, output = 1, 1, io.StringIO()
-    with contextlib.redirect_stdout(output):  # where the first epoch was another process's
-        warm.on_epoch_end(0)
-    shards.offset.epochs = 0
+    warm.verbose, output = 1, io.StringIO()
+    with contextlib.redirect_stdout(output):
+        warm.on_epoch_end(1)
     assert output.getvalue().startswith("\nEpoch 2: the warm-up" if RANK == 0 else "")
 
     weight = keras.Variable(np.zeros(1))
@@ -441,116 +440,64 @@ def a_disk_that_fails() -> None:
         assert names == ["step-000000003", "step-000000004"]
 
 
-def elastic() -> None:
+def left_out() -> None:
     """An epoch goes on after what is done of it, in samples or, of other data, in batches."""
     some = SAMPLES - 2
     train = hvd.shard((X[:some], Y[:some]), global_batch=4, seed=SEED)
     shards.begin_epoch(1)
     assert shards.begin_at(some, BATCH) == 2  # batches of 4 that are left out
     assert shards.begin_at(some + 1, BATCH) is None
-    for epoch, left_out in ((1, BATCH), (2, 0)):
+    for epoch, done in ((1, BATCH), (2, 0)):
         parts = [x for x, _ in train.as_numpy_iterator()]
         assert len(parts) == -(-some // 4)
         gathered = session.adapter().communicator.gather(np.concatenate(parts).tobytes())
         rows = sorted(np.frombuffer(b"".join(gathered)).reshape(-1, 5).tolist())
-        assert rows == sorted(X[permutation(some, SEED, epoch)[left_out:]].tolist())
-    goes_on(1, batch=2, before=2 * STEPS, left_out=1)  # batches that grow with the ranks
-    commits = goes_on(2, batch=1, before=STEPS, left_out=1)  # that do not
-    assert commits == [2, 0, 2, 0]
-    goes_on(1, batch=2 * STEPS, before=None, left_out=4 * STEPS)  # not known: more than there are
-    for number, wrap in enumerate(
-        (lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer)
-    ):
-        commits_follow_the_ranks(DONE / f"commits-{number}", wrap)
-    expect_error(lambda: hvd.elastic.KerasState(net(0, begin=False)), "keras.Input(shape)")
-    expect_error(lambda: hvd.elastic.run(lambda state: None)(net(0)), "a Sequential, not a state")
+        assert rows == sorted(X[permutation(some, SEED, epoch)[done:]].tolist())
+    goes_on(1, batch=2, before=2 * STEPS, done=1)  # batches that grow with the ranks
+    goes_on(2, batch=1, before=STEPS, done=1)  # that do not
+    goes_on(1, batch=2 * STEPS, before=None, done=4 * STEPS)  # not known: more than there are
+    expect_error(lambda: hvd.elastic.KerasState, "hvd.elastic is not supported", "BackupAndRestore")
 
 
-def goes_on(execution: int, *, batch: int, before: int | None, left_out: int) -> list[int]:
-    """Go on after a commit by twice as many ranks, in the second of three epochs.
+def goes_on(execution: int, *, batch: int, before: int | None, done: int) -> None:
+    """Go on where twice as many ranks were stopped, in the second of three epochs.
 
     Args:
         execution: steps of an execution.
-        batch: batches of the epoch that the commit has had.
+        batch: batches of the epoch that were done.
         before: steps that the epoch had; None: not known.
-        left_out: batches that are not trained on.
-
-    Returns:
-        ``state.batch`` at each commit; there is to be one after two batches.
+        done: batches that are not trained on.
     """
     model = net(RANK)
     model.compile(hvd.DistributedOptimizer(sgd()), LOSS, steps_per_execution=execution)
-    state = hvd.elastic.KerasState(model, batch=batch, epoch=1)
-    state.restored = {"world_size": 2 * SIZE}
-    state.of_epoch = {"steps": before, "logs": {"loss": 7.0}}
-    commits: list[int] = []
-    trained: list[float] = []  # losses; the other batches have the commit's
-    state.commit = lambda: commits.append(state.batch)
+    trained: list[float] = []  # losses; the other batches have the saved one
+    updates: list[int] = []  # after each epoch
 
-    class Count(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            trained.extend({logs["loss"]} - {7.0})
-            if state.epoch == 1:
-                updates = int(model.optimizer.iterations)
-                assert updates == state.batch - left_out
-                assert (updates == 0) == (not trained)
+    def count(batch: int, logs: Any = None) -> None:
+        trained.extend({logs["loss"]} - {7.0})
+        assert (int(model.optimizer.iterations) == 0) == (not trained)
 
+    def end(epoch: int, logs: Any = None) -> None:
+        updates.append(int(model.optimizer.iterations))
+
+    of_epoch = {"batch": batch, "steps": before, "drawn": None, "logs": {"loss": 7.0}}
+    state = {"step": 1, "world_size": 2 * SIZE, "learning_rate": None, "of_epoch": of_epoch}
+    kept, checkpoint.restore = checkpoint.restore, lambda *_: state
     callbacks = [
-        hvd.elastic.CommitStateCallback(state, 2),
-        hvd.elastic.UpdateBatchStateCallback(state),
-        hvd.elastic.UpdateEpochStateCallback(state),
-        Count(),
+        hvd.callbacks.BackupAndRestore(DONE / f"goes-on-{execution}-{before}"),
+        keras.callbacks.LambdaCallback(on_train_batch_end=count, on_epoch_end=end),
     ]
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
     if before is None:
         data = data.filter(lambda *_: tf.constant(True))
-
-    @hvd.elastic.run
-    def train_on(state: Any) -> None:
-        state.model.fit(data, epochs=3 - state.epoch, callbacks=callbacks, verbose=0)
-
-    train_on(state)
-    assert (state.epoch, state.batch) == (3, 0)
-    # Where the end of the data comes as a surprise, Keras counts an update more.
-    assert (int(model.optimizer.iterations) if before else len(trained)) == 2 * STEPS - min(
-        left_out, STEPS
-    )
+    fit(model, data=data, epochs=3, callbacks=callbacks)
+    checkpoint.restore = kept
+    left = min(done, STEPS)
+    if before:  # where the end of the data comes as a surprise, Keras counts an update more
+        assert updates == [STEPS - left, 2 * STEPS - left]
+    else:
+        assert len(trained) == 2 * STEPS - left
     assert copies(model.get_weights()) == 1
-    return commits
-
-
-def commits_follow_the_ranks(folder: Path, wrap: Callable[[Any], Any]) -> None:
-    """A schedule had halved the rate; the script now begins with three times that of the commit."""
-    for rate, restored in ((0.2, None), (0.6, 0.3)):
-        model = net(RANK, keras.layers.BatchNormalization)
-        inner = hvd.DistributedOptimizer(keras.optimizers.SGD(rate, momentum=0.9))
-        samples = reduction_of(inner).samples
-        model.compile(wrap(inner), LOSS)
-        model.optimizer.build(model.trainable_variables)
-        state = hvd.elastic.KerasState(model, epoch=0, losses=[])
-        state.directory = folder  # as in an elastic job
-        state.sync()
-        if restored is None:
-            model.optimizer.learning_rate = 0.1
-            samples.assign(5 + RANK)
-            for velocity in inner.momentums:
-                velocity.assign(np.full(velocity.shape, 1.0))
-            state.epoch, state.losses = np.int64(7), np.arange(3.0)
-            state.commit()
-            state.epoch = model
-            expect_error(state.save, "epoch is a Sequential")
-            state.epoch = {"losses": [{9: 0.5}, {10: 0.25}]}
-            expect_error(state.save, "epoch is a dict", "the key 9 into text")
-            continue
-        assert (state.epoch, state.losses, int(samples)) == (7, [0.0, 1.0, 2.0], 5 + RANK)
-        np.testing.assert_allclose(float(model.optimizer.learning_rate), restored, rtol=1e-6)
-        for velocity in inner.momentums:
-            np.testing.assert_allclose(velocity.numpy(), 3.0, rtol=1e-6)
-        assert state._agreed_reason()[0] == ""
-        if RANK == 0:
-            # Too few seconds for a step, a save and a reserve.
-            state._preemption.walltime.ends = time.monotonic() + 20
-        assert state._agreed_reason() == ("the walltime is near", 0)
 
 
 class Pair(keras.Model):
@@ -717,7 +664,7 @@ WAYS = [
     local_layers,
     guard,
 ]
-WAYS += [rates, saved, resumed, stopped, a_disk_that_fails, elastic]
+WAYS += [rates, saved, resumed, stopped, left_out, a_disk_that_fails]
 for way in WAYS:
     if {way.__name__, "all"} & WANTED:
         way()

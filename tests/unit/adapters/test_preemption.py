@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.adapters.preemption import HOSTS_CHANGED, Preemption, wait_for_agent
+from hvdtrain.adapters.preemption import Preemption, wait_for_agent
 from hvdtrain.collectives.base import Communicator
 
 PROGRAM = """
@@ -57,8 +57,6 @@ def test_a_signal_asks_and_does_not_kill(number: signal.Signals) -> None:
     ("reasons", "expected"),
     [
         (("", "", ""), ("", 0)),
-        (("", HOSTS_CHANGED, HOSTS_CHANGED), (HOSTS_CHANGED, 1)),
-        ((HOSTS_CHANGED, "", "SIGUSR1"), ("SIGUSR1", 2)),
         (("", "SIGTERM", "SIGINT"), ("SIGTERM", 1)),
     ],
 )

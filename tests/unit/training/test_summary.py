@@ -14,7 +14,6 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.summary import Stopped, Summary
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.gpus import GpuMeter
-from hvdtrain.system.runtime import elastic
 from hvdtrain.training.summary import (
     environment,
     evaluation_rows,
@@ -115,7 +114,6 @@ def test_the_table_of_a_run_that_trained_nothing() -> None:
 
 
 def test_no_secret_is_in_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(elastic.ADDRESS, "10.0.0.1:4000/secret")
     for name in ("HOROVOD_SECRET_KEY", "UCX_TOKEN", "NCCL_PASSWORD", "FI_CREDENTIALS"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "0.1")

@@ -12,7 +12,6 @@ from hvdtrain.system.machine.gpus import Driver
 from hvdtrain.system.machine.limits import GIB, Resources
 from hvdtrain.system.machine.threads import THREADS, requested_threads, set_by_pbs
 from hvdtrain.system.output.text import plural, size
-from hvdtrain.system.runtime import elastic
 
 MEMORY_PER_RANK = 2 * GIB  # a framework takes 0.5 to 1 GiB before the first sample
 LEAST_SHM = GIB  # used by the ranks of one host, and by workers of data loaders
@@ -126,7 +125,6 @@ def horovod_variables(environ: Mapping[str, str], known: Sequence[str]) -> Findi
         name: value
         for name, value in sorted(environ.items())
         if name.startswith("HOROVOD_") and not BUILD_VARIABLE.match(name)
-        if name != elastic.ADDRESS  # it contains the job's secret
     }
     evidence = ", ".join(f"{name}={value}" for name, value in settings.items())
     started = [name for name in ("HOROVOD_RANK", "HOROVOD_SIZE") if name in settings]

@@ -131,7 +131,6 @@ KNOWN = ["HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CPU_OPERATIO
     [
         ({"PATH": "/bin"}, OK, "none set"),
         ({"HOROVOD_WITH_MPI": "1", "HOROVOD_NCCL_HOME": "/x"}, OK, "none set"),  # of a build
-        ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1:4000/secret"}, OK, "none set"),  # elastic
         ({"HOROVOD_CYCLE_TIME": "0.1"}, OK, "HOROVOD_CYCLE_TIME=0.1"),
         ({"HOROVOD_FUSION_TRESHOLD": "0"}, WARNING, "HOROVOD_FUSION_TRESHOLD=0"),
         ({"HOROVOD_CPU_OPERATIONS": "GLOO"}, WARNING, "GLOO"),

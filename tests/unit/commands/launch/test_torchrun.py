@@ -1,20 +1,20 @@
-"""Agents of torchrun: their commands per host, and how they end together."""
+"""Agents of torchrun: the request, their commands per host, and how they end together."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from hvdtrain import cli
 from hvdtrain.commands.launch import remote
+from hvdtrain.commands.launch.host_process import PROGRAM
 from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.commands.launch.remote import SSH, is_here
 from hvdtrain.commands.launch.torchrun import (
-    AGENT,
     NO_SHARED_STORE,
     Agents,
     ElasticAgents,
@@ -39,7 +39,7 @@ def test_one_host_needs_no_rendezvous() -> None:
     for layout in (RankLayout(2), RankLayout(2, (Host("node1", 2),))):
         (agent,) = agent_commands(layout, WORDS, None, ENVIRON).values()
         assert agent == Command(
-            (*AGENT, "--standalone", "--nproc-per-node=2", "--no-python", *WORDS)
+            (*PROGRAM, "--standalone", "--nproc-per-node=2", "--no-python", *WORDS)
         )
 
 
@@ -47,13 +47,13 @@ def test_this_host_and_a_remote_one() -> None:
     assert [is_here(host) for host in ("", "node1.cluster", "node2")] == [True, True, False]
     agents = agent_commands(TWO, WORDS, 4, ENVIRON)
     rendezvous = ("--nnodes=2", "--master-addr=node1.cluster", "--master-port=4711")
-    first = (*AGENT, *rendezvous, "--node-rank=0", "--nproc-per-node=2", "--no-python", *WORDS)
+    first = (*PROGRAM, *rendezvous, "--node-rank=0", "--nproc-per-node=2", "--no-python", *WORDS)
     assert agents["node1.cluster"] == Command(first, {"OMP_NUM_THREADS": "4"})
     assert agents["node2"].argv[:4] == (*SSH, "node2")
     # As the remote shell splits it.
     assert shlex.split(agents["node2"].argv[-1]) == [
         *("exec", "env", "--chdir=/my work", "GLOO_SOCKET_IFNAME=ib0", "OMP_NUM_THREADS=4"),
-        *("PATH=/bin", *AGENT, *rendezvous, "--node-rank=1", "--nproc-per-node=1"),
+        *("PATH=/bin", *PROGRAM, *rendezvous, "--node-rank=1", "--nproc-per-node=1"),
         *("--no-python", *WORDS),
     ]
 
@@ -62,7 +62,7 @@ def test_hosts_that_may_be_lost() -> None:
     layout = RankLayout(8, tuple(Host(name, 2) for name in ("node1", "node2", "node3", "node4")))
     agents = agent_commands(layout, WORDS, None, ENVIRON, 3)
     rendezvous = ("--rdzv-backend=c10d", "--rdzv-endpoint=node1:4711", "--rdzv-id=4711")
-    first = (*AGENT, "--nnodes=2:4", *rendezvous, "--max-restarts=10", "--rdzv-conf=is_host=1")
+    first = (*PROGRAM, "--nnodes=2:4", *rendezvous, "--max-restarts=10", "--rdzv-conf=is_host=1")
     words = ("--local-addr=node1", "--nproc-per-node=2", "--no-python", *WORDS)
     assert agents.pop("node1") == Command((*first, *words), NO_SHARED_STORE)
     for host, agent in agents.items():
@@ -88,7 +88,7 @@ def test_hosts_of_unequal_slots(slots: tuple[int, ...], fewest: int, expected: i
 def test_ranks_that_may_be_lost_on_one_host() -> None:
     (agent,) = agent_commands(RankLayout(2), WORDS, None, {}, 1).values()
     options = ("--standalone", "--max-restarts=10", "--nproc-per-node=2", "--no-python")
-    assert agent == Command((*AGENT, *options, *WORDS), NO_SHARED_STORE)
+    assert agent == Command((*PROGRAM, *options, *WORDS), NO_SHARED_STORE)
 
 
 def test_a_dry_run_prints_a_line_per_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +97,51 @@ def test_a_dry_run_prints_a_line_per_host(capsys: pytest.CaptureFixture[str]) ->
     lines = capsys.readouterr().out.splitlines()
     assert [shlex.split(line)[:4] for line in lines] == [[*SSH, host] for host in "ab"]
     assert all("--master-port=29500" in line for line in lines)  # torchrun's
+
+
+TRAIN = "python -m hvdtrain.mnist"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--elastic --max 2 -- true", "--min N and --max M"),
+        ("--elastic --min 0 --max 2 -- true", "0 is not a whole number of 1 or more"),
+        ("-n 2 --elastic --min 1 --max 2 -- true", "-n N, or --elastic"),
+        ("-- true", "-n N, or --elastic"),
+        ("-n 2 --max 2 -- true", "require --elastic"),
+        ("--elastic --min 1 --max 2 --tag -- true", "--elastic does not support --tag"),
+        ("--elastic --min 3 --max 2 -- true", "--min 3: more than --max 2"),
+        ("--elastic --min 3 --max 4 --hosts a:2 -- true", "the 2 slots"),
+        ("--elastic --min 1 --max 2 --launcher mpi -- true", "not support --launcher mpi"),
+        (f"--elastic --min 1 --max 2 -- {TRAIN}", "not support --strategy horovod: use --strategy"),
+        (f"--elastic --min 1 --max 2 -- {TRAIN} --strategy=mpi", "not support --strategy mpi"),
+        (f"--elastic --min 1 --max 2 -- {TRAIN} --config recipe.yaml", "--framework tensorflow"),
+        (
+            "--elastic --min 1 --max 2 -- sh x.sh --framework tensorflow",
+            "(hvdtrain submit --chain)",
+        ),
+    ],
+)
+def test_wrong_use(
+    words: str,
+    message: str,
+    refused: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("framework: tensorflow\nstrategy: horovod\n")
+    assert message in refused("launch", *words.split())
+
+
+@pytest.mark.parametrize("words", ["true", f"{TRAIN} --strategy fsdp", f"{TRAIN} --strategy=zero"])
+def test_elastic_ranks_are_started_by_torchrun(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"launch --elastic --min 1 --max 2 --dry-run -- {words}"
+    assert cli.main(line.split()) == 0
+    assert f" {' '.join(PROGRAM[1:])} --standalone --max-restarts=10 " in capsys.readouterr().out
 
 
 def started(*programs: str, kind: type[Agents] = Agents, received: Sequence[int] = ()) -> Agents:

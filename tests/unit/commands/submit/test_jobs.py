@@ -41,8 +41,8 @@ def defined(name: str) -> frozenset[str]:
 
 
 def test_all_scripts_are_listed() -> None:
-    names = """elastic_horovod.pbs elastic_torchrun.pbs local.sh mnist_1node.pbs mnist_scaling.pbs
-        pi.pbs resnet.slurm resnet_1node.pbs resnet_polaris.pbs resnet_scaling.pbs
+    names = """elastic_torchrun.pbs local.sh mnist_1node.pbs mnist_scaling.pbs pi.pbs resnet.slurm
+        resnet_1node.pbs resnet_polaris.pbs resnet_scaling.pbs
         ssd300_1node.pbs timeline_capture.pbs"""
     assert names.split() == SCRIPTS
     readme = (JOBS / "README.md").read_text()
@@ -91,16 +91,14 @@ def test_pbs_accepts_the_scripts(name: str) -> None:
         assert f" --ppn {ranks} -- " in text
 
 
-@pytest.mark.parametrize("by", ["torchrun", "horovod"])
-def test_an_elastic_job_survives_a_lost_node(by: str, node: Node) -> None:
-    text = (JOBS / f"elastic_{by}.pbs").read_text()
+def test_an_elastic_job_survives_a_lost_node(node: Node) -> None:
+    text = (JOBS / "elastic_torchrun.pbs").read_text()
     assert "\n#PBS -W tolerate_node_failures=all\n" in text
     assert run_as_pbs(node, text) == 0
     ((_, _, _, *words),) = launches(node)
-    launcher = ["--launcher", "torchrun"] if by == "torchrun" else []
     ranks = ["--elastic", "--min", "4", "--max", "16", "--ppn", "4"]
-    assert words[: words.index("--")] == ["launch", *launcher, *ranks]
-    assert "--checkpoint-dir=results/elastic_" + by + "/checkpoints" in words
+    assert words[: words.index("--")] == ["launch", "--launcher", "torchrun", *ranks]
+    assert "--checkpoint-dir=results/elastic_torchrun/checkpoints" in words
 
 
 HEAD = "#!/bin/bash\n# a comment\n\n#PBS -l walltime=1:00:00\n"

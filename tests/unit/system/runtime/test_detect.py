@@ -14,7 +14,6 @@ from hvdtrain.system.runtime.detect import (
     SPAWN,
     LaunchInfo,
     detect,
-    is_elastic,
     is_restarted,
 )
 
@@ -159,17 +158,14 @@ def test_detect_reads_only_its_argument(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("environ", "restarted", "elastic"),
+    ("environ", "restarted"),
     [
-        ({**HOROVOD, "HVDTRAIN_SLOT": "node1+0:0"}, True, True),
-        (HOROVOD, False, False),
-        ({**OPEN_MPI, "HVDTRAIN_SLOT": "node1+0:0"}, False, False),
-        ({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}, True, False),
-        ({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"}, False, False),
-        (TORCHRUN, False, False),
-        ({**OPEN_MPI, "TORCHELASTIC_MAX_RESTARTS": "3"}, False, False),
-        ({}, False, False),
+        ({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+        ({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        (TORCHRUN, False),
+        ({**OPEN_MPI, "TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+        ({}, False),
     ],
 )
-def test_who_restarts_ranks(environ: dict[str, str], restarted: bool, elastic: bool) -> None:
-    assert (is_restarted(environ), is_elastic(environ)) == (restarted, elastic)
+def test_who_restarts_ranks(environ: dict[str, str], restarted: bool) -> None:
+    assert is_restarted(environ) == restarted

@@ -16,7 +16,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime import exit as exit_module
-from hvdtrain.system.runtime.exit import LOSS_POLL, WAIT_FAILURE, WAIT_USAGE, agreed
+from hvdtrain.system.runtime.exit import WAIT_FAILURE, WAIT_LOSS, WAIT_USAGE, agreed
 from tests.conftest import Outcome, begin, run, until
 
 HEAD = """\
@@ -139,7 +139,7 @@ def say():
     speak("rank 3 is lost", wait=0.0)
     leave(1)
 threading.Timer(0.1, say).start()
-sys.modules[run_and_exit.__module__].LOSS_POLL = 5
+sys.modules[run_and_exit.__module__].WAIT_LOSS = 5
 raise RuntimeError("Connection closed by peer")
 """
 
@@ -168,7 +168,7 @@ def test_a_traceback_for_unexpected_errors_only(rank: int | None) -> None:
         assert "rank" not in end.err.splitlines()[0]
     else:
         assert f"rank {rank} {HERE}: failed" in end.err.splitlines()[0]
-        assert end.out == f"slept {WAIT_FAILURE if rank else LOSS_POLL}\n"
+        assert end.out == f"slept {WAIT_FAILURE if rank else WAIT_LOSS}\n"
 
 
 def test_a_thread_that_never_ends_does_not_delay_a_failure() -> None:
