@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -13,7 +12,7 @@ from typing_extensions import override
 from hvdtrain.collectives.base import Bytes, Communicator, Tensor, Vector, split
 
 
-def _named_gather(name: str, dtype: Any, process_set: Any) -> Any:
+def _named_gather(name: str, dtype: Any) -> Any:
     """Return Horovod's allgather of a vector with the same name as in ``horovod_torch``.
 
     So ranks with different frameworks are detected in step 1 instead of hanging. Only a traced
@@ -21,30 +20,21 @@ def _named_gather(name: str, dtype: Any, process_set: Any) -> Any:
     """
 
     def gather(values: Any) -> Any:
-        return hvd.allgather(values, name=name, ignore_name_scope=True, process_set=process_set)
+        return hvd.allgather(values, name=name, ignore_name_scope=True)
 
     # AutoGraph is not needed, and would take half a second.
     return tf.function(gather, [tf.TensorSpec([None], dtype)], autograph=False)
 
 
 class HorovodTensorFlow(Communicator):
-    """Ranks of Horovod, which is initialized here; bytes and vectors stay on the CPU.
+    """Ranks of Horovod, which is initialized here; bytes and vectors stay on the CPU."""
 
-    Args:
-        process_set: process set that includes this rank; None: all ranks.
-        process_sets: process sets to register at initialization.
-    """
-
-    def __init__(self, process_set: Any = None, process_sets: Sequence[Any] | str = ()) -> None:
-        if process_set is None:  # each call of init registers another shutdown
-            hvd.init(process_sets=process_sets)
-        self.process_set = process_set or hvd.global_process_set
-        self.rank: int = process_set.rank() if process_set else hvd.rank()
-        self.size: int = process_set.size() if process_set else hvd.size()
-        self._root: int = process_set.ranks[0] if process_set else 0  # rank among all ranks
-        names = "allgather.hvdtrain.lengths", "allgather.hvdtrain.data"
-        self._gather_lengths = _named_gather(names[0], tf.int64, self.process_set)
-        self._gather_data = _named_gather(names[1], tf.uint8, self.process_set)
+    def __init__(self) -> None:
+        hvd.init()
+        self.rank: int = hvd.rank()
+        self.size: int = hvd.size()
+        self._gather_lengths = _named_gather("allgather.hvdtrain.lengths", tf.int64)
+        self._gather_data = _named_gather("allgather.hvdtrain.data", tf.uint8)
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
@@ -57,13 +47,13 @@ class HorovodTensorFlow(Communicator):
     @override
     def broadcast(self, data: Bytes) -> Bytes:
         with tf.device("/CPU:0"):
-            sent = hvd.broadcast(tf.constant(data), self._root, process_set=self.process_set)
+            sent = hvd.broadcast(tf.constant(data), 0)
         return sent.numpy()
 
     @override
     def sum(self, values: Vector) -> Vector:
         with tf.device("/CPU:0"):
-            total = hvd.allreduce(tf.constant(values), op=hvd.Sum, process_set=self.process_set)
+            total = hvd.allreduce(tf.constant(values), op=hvd.Sum)
         return total.numpy()
 
     @override
@@ -73,9 +63,7 @@ class HorovodTensorFlow(Communicator):
     @override
     def sum_tensor(self, tensor: Tensor, name: str) -> Tensor:
         # Without scope the name does not depend on the function in which it is traced.
-        return hvd.mpi_ops._allreduce(
-            tensor, name=name, op=hvd.Sum, ignore_name_scope=True, process_set=self.process_set
-        )
+        return hvd.mpi_ops._allreduce(tensor, name=name, op=hvd.Sum, ignore_name_scope=True)
 
     @override
     def close(self) -> None:

@@ -24,19 +24,17 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import is_installed
 
 _RANKS = ("init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size")
-_PROCESS_SETS = ("add_process_set", "remove_process_set")
-_OPTIMIZERS = ("DistributedOptimizer", "PartialDistributedOptimizer")
-_STATE = ("broadcast_global_variables", "load_model")
+_OPTIMIZER = ("broadcast_global_variables", "DistributedOptimizer", "load_model")
 # Re-exported from Horovod; one process trains without it.
 _OPERATIONS = ("Adasum", "Average", "Compression", "Sum")
 _COLLECTIVES = ("allgather", "allreduce", "broadcast", "reducescatter")
-_WORLD = ("cross_rank", "cross_size", "ProcessSet", "global_process_set")
+_WORLD = ("cross_rank", "cross_size", "global_process_set")
 _TIMELINE = ("start_timeline", "stop_timeline")
 _BUILT = ("ccl_built", "cuda_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built")
 _ENABLED = ("gloo_enabled", "mpi_enabled", "mpi_threads_supported", "rocm_built")
 _MODULES = {
-    **dict.fromkeys(_RANKS + _PROCESS_SETS, "hvdtrain.keras.session"),
-    **dict.fromkeys(_OPTIMIZERS + _STATE, "hvdtrain.keras.optimizer"),
+    **dict.fromkeys(_RANKS, "hvdtrain.keras.session"),
+    **dict.fromkeys(_OPTIMIZER, "hvdtrain.keras.optimizer"),
     "shard": "hvdtrain.keras.data",
     **dict.fromkeys(
         _OPERATIONS + _COLLECTIVES + _WORLD + _TIMELINE + _BUILT + _ENABLED, "horovod.tensorflow"
@@ -45,6 +43,11 @@ _MODULES = {
 _REMOVED = {
     "elastic": "use callbacks.BackupAndRestore, which saves on a signal and near the walltime, and "
     "a chain of jobs that resume (hvdtrain submit --chain)",
+    "PartialDistributedOptimizer": "use DistributedOptimizer, which trains all layers on all ranks",
+    **dict.fromkeys(
+        ("ProcessSet", "add_process_set", "remove_process_set"),
+        "train each model in a job of its own",
+    ),
 }
 __all__ = sorted(["callbacks", *_MODULES, *_REMOVED])
 

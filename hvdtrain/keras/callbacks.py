@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import data as shards
-from hvdtrain.keras import session
 from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
 from hvdtrain.keras.data import (
     Logs,
@@ -50,13 +49,11 @@ REMEDY = (
 class BroadcastGlobalVariablesCallback(ModelCallback):
     """Send rank 0's model and optimizer to all ranks before the first update, and verify them.
 
-    A model of a process set is sent from the first rank of the set to the others.
-
     After the first update and after each epoch all ranks compare their trained state: diverged
     replicas end the training, which would otherwise silently continue with N models.
 
     Args:
-        root_rank: 0, or the first rank of the process set.
+        root_rank: 0; others are refused.
         device: not used: the state is sent through host memory.
         local_variables: one variable or several that stay local to each rank. If there are any,
             the ranks differ, and nothing is compared.
@@ -77,7 +74,7 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
     def on_train_begin(self, logs: Logs = None) -> None:
         self._compared = False
         reduction = first_sum(self.model)
-        check_root(self.root_rank, reduction and reduction.process_set)
+        check_root(self.root_rank)
         if self.adapter.world.size == 1:
             return
         if is_built(self.model):
@@ -115,12 +112,8 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
         self._compare(f"after epoch {epoch + 1}")
 
     def _compare(self, when: str) -> None:
-        reduction = first_sum(self.model)
-        local = self.local_variables or (reduction and reduction.local)
-        if self.adapter.world.size > 1 and not local:
+        if self.adapter.world.size > 1 and not self.local_variables:
             text = f"{when}: the ranks have made different updates. {REMEDY}"
-            if reduction and session.number_of(reduction.process_set):
-                text += f" (ranks as counted within {reduction.process_set.ranks})"
             self.adapter.check_updates(self.model, self.model.optimizer, text)
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from hashlib import sha256
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -23,7 +22,6 @@ from hvdtrain.adapters.preemption import Preemption
 from hvdtrain.adapters.save import Save
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import data as shards
-from hvdtrain.keras import session
 from hvdtrain.keras.data import (
     Logs,
     ModelCallback,
@@ -38,8 +36,6 @@ from hvdtrain.keras.epoch_progress import EpochProgress
 from hvdtrain.steps.checkpoint_files import DAMAGE, flush
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import agreed, leave_preempted, process_status
-
-MARK = ".process-set-"  # prefix of the file that reserves a directory for a process set
 
 
 class WholeFiles:
@@ -155,7 +151,7 @@ class BackupAndRestore(ModelCallback):
 
     Raises:
         UsageError: ``fit`` raises it on every rank, if ``backup_dir`` contains checkpoints of
-            another process set or of another model.
+            another model.
         HvdtrainError: ``fit`` raises it on every rank, if the model is not built.
         CheckpointError: ``fit`` raises it on every rank, if the last checkpoint of the training
             could not be written.
@@ -327,13 +323,13 @@ def save(
 def restore(
     adapter: CommonAdapter, directory: Path, model: Any, optimizer: Any
 ) -> JsonValues | None:
-    """Load the newest checkpoint, or send the first rank's state; all ranks must call it.
+    """Load the newest checkpoint, or send rank 0's state; all ranks must call it.
 
     Returns the saved ``state``; None if there is no checkpoint.
 
     Raises:
-        UsageError: on every rank: the directory is of another training or process set; the model
-            has several optimizers.
+        UsageError: on every rank: the directory is of another training; the model has several
+            optimizers.
     """
     reduction = step_sum(optimizer)
     if set(step_sums(model)) - {reduction}:
@@ -341,8 +337,6 @@ def restore(
             "the model has several optimizers, of which a checkpoint would hold only the compiled "
             "one: save it by ModelCheckpoint"
         )
-    if reduction and session.number_of(reduction.process_set):
-        adapter.communicator.on_root(lambda: _occupy(directory, reduction.process_set.ranks))
     state = adapter.resume(directory, model, optimizer)
     if state is None:
         return None
@@ -363,29 +357,6 @@ def restore(
     if reduction:
         reduction.samples.assign(adapter.samples_seen)
     return state
-
-
-def _occupy(directory: Path, ranks: Sequence[int]) -> None:
-    """Reserve ``directory`` for a process set; only the writing rank calls it.
-
-    Two sets that start at the same time may both fail: each creates its mark before it checks.
-    """
-    mark = directory / f"{MARK}{sha256(str(list(ranks)).encode()).hexdigest()[:16]}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        new = not mark.exists()
-        mark.touch()
-        others = [path for path in directory.glob(f"{MARK}*") if path != mark]
-        if others and new:
-            mark.unlink()
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be written: {error.strerror}") from error
-    if others:
-        raise UsageError(
-            f"the process set of the ranks {list(ranks)}: {directory} is another process set's: "
-            f"use a separate directory for each set (or remove {others[0].name} if that set no "
-            "longer exists)"
-        )
 
 
 def _seeds(model: Any) -> list[Any]:

@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.tensorflow.distributed import distribute, reduction_of, undistribute
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
@@ -53,17 +52,18 @@ def shard(
         global_batch: number of samples per step over all ranks; only for arrays.
         shuffle: whether to draw a new order for each epoch; only for arrays.
         seed: seed of that order, equal on all ranks.
-        process_set: process set that trains the model and shares each global batch; default: all
-            ranks. If there are process sets, it must be specified.
+        process_set: None, or that of all ranks; others are refused.
 
     Raises:
         UsageError: arrays without ``global_batch``, or a dataset with one; lists, or arrays of
-            different lengths; there are process sets, and none is specified.
+            different lengths; another process set.
     """
+    session.check_process_set(process_set)
+    world = session.adapter().world
     if isinstance(data, tf.data.Dataset):
         if global_batch is not None:
             raise UsageError("shard: a dataset has its batches; use dataset.batch(GLOBAL_BATCH)")
-        local_part = _cut(session.chosen(process_set).world)
+        local_part = _cut(world)
         return data.map(local_part, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
     if global_batch is None:
         raise UsageError("shard: specify global_batch=, the samples per step over all ranks")
@@ -74,7 +74,6 @@ def shard(
     lengths = {int(array.shape[0]) for array in tf.nest.flatten(arrays)}
     if len(lengths) != 1:
         raise UsageError(f"shard: the arrays have {sorted(lengths)} samples, not one number")
-    world = session.chosen(process_set).world
     shards = Shards(lengths.pop(), global_batch, seed, world.rank, world.size)
     order = _Order(shards, shuffle)
     indices = tf.data.Dataset.from_generator(
@@ -234,9 +233,7 @@ def prepare(model: Any) -> None:
     distributed one would check one rank's gradients for overflows; it must check their sum, so it
     becomes the distributed optimizer.
     """
-    if len({reduction.adapter for reduction in step_sums(model)}) > 1:
-        raise UsageError("the optimizers of a model must have the same process_set")
-    if adapter_of(first_sum(model)).world.size == 1:
+    if session.adapter().world.size == 1:
         return
     for optimizer in _optimizers(model):
         inner = getattr(optimizer, "inner_optimizer", None)
@@ -288,11 +285,6 @@ def first_sum(model: Any) -> StepSum | None:
     return next(iter(step_sums(model)), None)
 
 
-def adapter_of(reduction: StepSum | None) -> CommonAdapter:
-    """Return the adapter of the ranks that train a model together: all or a process set."""
-    return reduction.adapter if reduction else session.adapter()
-
-
 def rate_of(optimizer: Any) -> Any:
     """Return the variable of the learning rate; None if it is a schedule's.
 
@@ -314,7 +306,7 @@ class ModelCallback(keras.callbacks.Callback):
     @override
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        self.adapter = adapter_of(first_sum(model))
+        self.adapter = session.adapter()
         prepare(model)
 
     @override

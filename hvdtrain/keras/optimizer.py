@@ -9,7 +9,7 @@ loop, in which samples are not counted, all ranks have the same weight.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,15 +25,14 @@ from hvdtrain.adapters.tensorflow.distributed import GradientReduction, distribu
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
 
-# Of each process set, in the order of their optimizers, the same on all its ranks. Weak, so as not
-# to keep a deleted optimizer and its variables.
-_step_sums: weakref.WeakKeyDictionary[CommonAdapter, list[weakref.ref[StepSum]]]
-_step_sums = weakref.WeakKeyDictionary()
+# In the order of their optimizers, the same on all ranks. Weak, so as not to keep a deleted
+# optimizer and its variables.
+_step_sums: list[weakref.ref[StepSum]] = []
 _in_step = False  # whether a train step of ``fit`` is being traced or run
 
 
 class StepSum(GradientReduction):
-    """Sums the gradients of one optimizer over the ranks that train together.
+    """Sums the gradients of one optimizer over the ranks.
 
     Args:
         optimizer: the optimizer whose gradients are summed.
@@ -43,9 +42,6 @@ class StepSum(GradientReduction):
         predivide: divisor before the sum, and factor after it.
         compression: Horovod's compression of the messages; None: no compression.
         device: device of the sums.
-        local: variables that each rank updates by its local gradients.
-        local_factor: factor of those gradients.
-        process_set: process set of the ranks to sum over; None: all ranks.
     """
 
     def __init__(
@@ -58,14 +54,10 @@ class StepSum(GradientReduction):
         predivide: float = 1.0,
         compression: Any = None,
         device: str = "",
-        local: Collection[Any] = (),
-        local_factor: float = 1.0,
-        process_set: Any = None,
     ) -> None:
-        self.optimizer, self.name, self.process_set = optimizer, name, process_set
+        self.optimizer, self.name = optimizer, name
         self.average, self.factor, self.predivide = average, factor, predivide
         self.compression, self.device = compression, device
-        self.local, self.local_factor = {id(variable) for variable in local}, local_factor
         self.before_first: Callable[[], None] | None = None
         with tf.device("/CPU:0"):
             hooks = RankHooks(
@@ -79,19 +71,15 @@ class StepSum(GradientReduction):
 
     @property
     def adapter(self) -> CommonAdapter:
-        """The adapter of the ranks that train together."""
-        return session.adapter(self.process_set)
+        """The adapter of the ranks."""
+        return session.adapter()
 
     @override
     def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         self._begin(variables)
         # A variable without a gradient here has none on any rank, and is skipped as in one process.
-        shared = [
-            index
-            for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
-            if gradient is not None and id(variable) not in self.local
-        ]
-        result = [self._local_gradient(*pair) for pair in zip(gradients, variables, strict=True)]
+        shared = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        result: list[Any] = [None] * len(gradients)
         if not shared:
             return result
         weight = self.weight
@@ -117,11 +105,6 @@ class StepSum(GradientReduction):
     def _fixed_weight(self) -> float:
         return 1.0 / self.adapter.world.size if self.average else 1.0
 
-    def _local_gradient(self, gradient: Any, variable: Any) -> Any:
-        if gradient is None or id(variable) not in self.local or self.local_factor == 1:
-            return gradient
-        return tf.convert_to_tensor(gradient) * self.local_factor
-
     def _reduce(self, flat: Any, name: str) -> Any:
         sum_tensor = self.adapter.sum_tensor
         with tf.device(self.device) if self.device else nullcontext():
@@ -146,7 +129,7 @@ class StepSum(GradientReduction):
             self.begin()
 
     def broadcast(self) -> None:
-        """Send the trained variables and the optimizer state from the first rank, once built."""
+        """Send the trained variables and the optimizer state from rank 0, once built."""
         if not self.optimizer.built:
             self.before_first = self.broadcast
             return
@@ -184,7 +167,7 @@ def counted(reductions: Sequence[StepSum], count: Any) -> Iterator[Any]:
 
 
 def broadcast_variables(variables: Sequence[Any], adapter: CommonAdapter) -> None:
-    """Assign the values of the adapter's first rank; the order must be the same on all ranks."""
+    """Assign the values of rank 0; the order must be the same on all ranks."""
     communicator = adapter.communicator
     mine = {str(index): np.asarray(variable.numpy()) for index, variable in enumerate(variables)}
     for index, value in communicator.broadcast_arrays(mine).items():
@@ -194,29 +177,23 @@ def broadcast_variables(variables: Sequence[Any], adapter: CommonAdapter) -> Non
 def broadcast_global_variables(root_rank: int = 0) -> None:
     """Send the trained variables and the state of each distributed optimizer from rank 0 to all.
 
-    With process sets: from the first rank of its set to the others.
-
     TensorFlow 2 has no list of all variables. If a model is not built yet, they are sent just
     before its first update. ``callbacks.BroadcastGlobalVariablesCallback`` sends the whole model.
     """
-    for adapter in session.adapters():
-        step_sums = [reference() for reference in _step_sums.get(adapter, ())]
-        if not step_sums:
-            continue
-        # A deleted optimizer may still exist on some ranks.
-        ranks = adapter.communicator.gather_json([known is not None for known in step_sums])
-        for step_sum, *known in zip(step_sums, *ranks, strict=True):
-            if step_sum is not None and all(known):
-                check_root(root_rank, step_sum.process_set)
-                if adapter.world.size > 1:
-                    step_sum.broadcast()
+    check_root(root_rank)
+    adapter = session.adapter()
+    step_sums = [reference() for reference in _step_sums]
+    # A deleted optimizer may still exist on some ranks.
+    ranks = adapter.communicator.gather_json([known is not None for known in step_sums])
+    for step_sum, *known in zip(step_sums, *ranks, strict=True):
+        if step_sum is not None and all(known) and adapter.world.size > 1:
+            step_sum.broadcast()
 
 
-def check_root(root_rank: int, process_set: Any = None) -> None:
-    """Raise ``UsageError`` if ``root_rank`` is not the first rank."""
-    ranks = getattr(process_set, "ranks", None) or [0]
-    if root_rank not in (0, ranks[0]):
-        raise UsageError(f"root_rank is {root_rank}: only rank {ranks[0]} can send its state")
+def check_root(root_rank: int) -> None:
+    """Raise ``UsageError`` if ``root_rank`` is not 0."""
+    if root_rank:
+        raise UsageError(f"root_rank is {root_rank}: only rank 0 can send its state")
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -239,8 +216,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     It is changed in place: it keeps its type, state and configuration, and is saved as a plain
     optimizer. Gradients are summed in a few large buckets, sparse ones as dense ones, so
-    ``groups``, ``num_groups``, ``device_sparse`` and ``sparse_as_dense`` have no effect, nor has
-    ``scale_local_gradients`` without local layers.
+    ``groups``, ``num_groups``, ``device_sparse``, ``sparse_as_dense`` and ``scale_local_gradients``
+    have no effect.
 
     Args:
         optimizer: an optimizer of Keras 3, built or not, also a ``LossScaleOptimizer``.
@@ -257,7 +234,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         average_aggregated_gradients: whether to use their mean instead.
         num_groups: see above.
         groups: see above.
-        process_set: process set that trains the model, including this rank; default: all ranks.
+        process_set: None, or that of all ranks; others are refused.
         scale_local_gradients: see above.
 
     Returns:
@@ -271,58 +248,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     factor = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
     reduction = StepSum(
         optimizer,
-        name or _next_name(process_set),
+        name or f"gradients.{len(_step_sums)}",  # the same on all ranks
         average=average,
         factor=factor,
         predivide=gradient_predivide_factor,
         compression=compression,
         device=device_dense,
-        process_set=process_set,
     )
-    return _distribute(optimizer, reduction)
-
-
-def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = None,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: Any = None,
-    groups: Any = None,
-    process_set: Any = None,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-) -> Any:
-    """Do as ``DistributedOptimizer``, except for layers that each rank trains locally.
-
-    Args:
-        local_layers: one layer or several, already built.
-        scale_local_gradients: whether to divide their gradients by the world size, the scale of
-            one rank's share of the other gradients.
-
-    The other arguments are those of ``DistributedOptimizer``.
-    """
-    _check(optimizer, process_set)
-    layers = [local_layers] if isinstance(local_layers, keras.Layer) else list(local_layers or ())
-    if wrong := [v for v in layers if not (isinstance(v, keras.Layer) and v.built)]:
-        raise UsageError(f"local_layers: {wrong[0]!r} is not a layer that is built")
-    reduction = StepSum(
-        optimizer,
-        name or _next_name(process_set),
-        average=_is_average(op),
-        predivide=gradient_predivide_factor,
-        compression=compression,
-        device=device_dense,
-        local=[variable for layer in layers for variable in layer.trainable_weights],
-        local_factor=1.0 / session.adapter(process_set).world.size
-        if scale_local_gradients
-        else 1.0,
-        process_set=process_set,
-    )
-    return _distribute(optimizer, reduction)
+    _step_sums.append(weakref.ref(reduction))
+    distribute(optimizer, reduction)
+    return optimizer
 
 
 def load_model(
@@ -368,12 +303,8 @@ def _check(optimizer: Any, process_set: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", None)
     if reduction_of(optimizer) or (inner is not None and reduction_of(inner)):
         raise UsageError("DistributedOptimizer: this optimizer is distributed already")
-    session.adapter(process_set)  # raises if this rank is not in the set
-
-
-def _next_name(process_set: Any) -> str:
-    """Return a name that is the same on all ranks of the set, independent of other models."""
-    return f"gradients.{len(_step_sums.get(session.adapter(process_set), ()))}"
+    session.adapter()  # raises before init
+    session.check_process_set(process_set)
 
 
 def _is_average(op: Any) -> bool:
@@ -399,9 +330,3 @@ def _accumulate(optimizer: Any, passes: int, average: bool) -> float:
         )
     inner.gradient_accumulation_steps = passes
     return 1.0 if average else float(passes)
-
-
-def _distribute(optimizer: Any, reduction: StepSum) -> Any:
-    _step_sums.setdefault(reduction.adapter, []).append(weakref.ref(reduction))
-    distribute(optimizer, reduction)
-    return optimizer

@@ -51,7 +51,7 @@ def close(mine: keras.Model, one: keras.Model) -> None:
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-9)
 
 
-def copies(values: Iterable[np.ndarray[Any, Any]], process_set: Any = None) -> int:
-    """The number of different ``values`` that the ranks of a set, or all, have."""
+def copies(values: Iterable[np.ndarray[Any, Any]]) -> int:
+    """The number of different ``values`` that the ranks have."""
     flat = b"".join(value.tobytes() for value in values)
-    return len(set(session.adapter(process_set).communicator.gather(flat)))
+    return len(set(session.adapter().communicator.gather(flat)))

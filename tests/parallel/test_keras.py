@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import signal
 import subprocess
@@ -47,17 +46,6 @@ def test_the_homework_with_fit(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert float(rows[1]["train_loss"]) < float(rows[0]["train_loss"])
     assert (tmp_path / "model.weights.h5").is_file()
-
-
-@pytest.mark.parametrize(
-    ("sets", "when"),
-    [([[0, 1], [2]], "start"), ([[0, 2], [1, 3]], "dynamic")][: None if LONG else 1],
-)
-def test_process_sets_train_a_model_each(sets: list[list[int]], when: str, tmp_path: Path) -> None:
-    """Each as one process on the data of the set; one rank fails at the end, and so the job."""
-    number = sum(map(len, sets))
-    words = (str(tmp_path), json.dumps(sets), when)
-    run_script(number, "keras_sets.py", *words, folder=tmp_path, framework="tensorflow", code=1)
 
 
 TO_STOP = ("keras_preempted.py", "--epochs=60")  # 7 batches each

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -21,14 +20,13 @@ class HorovodAdapter(BucketedAdapter):
 
     name = "horovod"
     runtime = "Horovod"
-    process_sets: Sequence[Any] | str = ()  # registered when Horovod is initialized
 
     @override
     def connect(self) -> Communicator:
         check_nccl(
             self.comm_options, used=bool(hvd.nccl_built()) and gpus.count_gpus(os.environ) > 0
         )
-        communicator = HorovodTensorFlow(process_sets=self.process_sets)
+        communicator = HorovodTensorFlow()
         self.claim_device(hvd.local_rank(), hvd.local_size())
         return communicator
 

@@ -13,7 +13,6 @@ import gc
 import io
 import signal
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -209,15 +208,10 @@ def own_loop() -> None:
         hvd.broadcast_global_variables(0)
         optimizer.apply([tf.fill([3], tf.constant(RANK, tf.float64))])
         np.testing.assert_allclose(weight.numpy(), np.full(3, -expected), rtol=1e-15)
-    # As exact where only a factor is: a local gradient has the share of one rank.
-    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", dtype="float64")
-    layer.build((None, 1))
-    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=layer)
-    optimizer.build(layer.trainable_weights)
-    optimizer.apply([tf.fill([1, 1], tf.constant(0.1, tf.float64))])
-    np.testing.assert_allclose(layer.kernel.numpy(), -0.1 / SIZE, rtol=1e-15)
     expect_error(lambda: hvd.broadcast_global_variables(1), "root_rank is 1")
     expect_error(lambda: hvd.DistributedOptimizer(optimizer), "distributed already")
+    everyone = hvd.global_process_set
+    hvd.DistributedOptimizer(sgd(), process_set=everyone)
     expect_error(lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Adasum), "Average or Sum")
     expect_error(lambda: hvd.DistributedOptimizer(net(0)), "not a Sequential")
     expect_error(
@@ -225,6 +219,20 @@ def own_loop() -> None:
     )
     np.testing.assert_array_equal(hvd.allreduce(tf.constant([1.0, RANK]), op=hvd.Sum)[0], SIZE)
     assert hvd.mpi_built() and hvd.allgather(tf.zeros([RANK + 1])).shape[0] == SIZE * (SIZE + 1) / 2
+
+
+def removed() -> None:
+    """Names of Horovod that are refused once they are used."""
+    expect_error(lambda: hvd.elastic.run, "hvd.elastic is not supported", "BackupAndRestore")
+    expect_error(lambda: hvd.ProcessSet([0]), "hvd.ProcessSet", "a job of its own")
+    expect_error(lambda: hvd.add_process_set([0]), "hvd.add_process_set", "a job of its own")
+    partial = hvd.PartialDistributedOptimizer
+    expect_error(lambda: partial(sgd(), local_layers=[]), "use DistributedOptimizer")
+    other = type("Other", (), {"process_set_id": 1})()
+    words = "process sets are not supported", "a job of its own"
+    expect_error(lambda: hvd.DistributedOptimizer(sgd(), process_set=other), *words)
+    expect_error(lambda: hvd.shard((X, Y), global_batch=8, process_set=other), *words)
+    expect_error(lambda: hvd.init(process_sets=[other]), *words)
 
 
 def released() -> None:
@@ -245,16 +253,6 @@ def released() -> None:
     model.set_weights([np.full_like(value, RANK) for value in model.get_weights()])
     hvd.broadcast_global_variables(0)
     assert not any(value.any() for value in model.get_weights())
-
-
-def local_layers() -> None:
-    """A local layer is each rank's own; the others are everybody's."""
-    model = net(0)
-    last = model.layers[-1]
-    model.compile(hvd.PartialDistributedOptimizer(sgd(), local_layers=last), LOSS)
-    fit(model)
-    for layer in model.layers:
-        assert copies([layer.kernel.numpy()]) == (SIZE if layer is last else 1)
 
 
 def guard() -> None:
@@ -456,7 +454,6 @@ def left_out() -> None:
     goes_on(1, batch=2, before=2 * STEPS, done=1)  # batches that grow with the ranks
     goes_on(2, batch=1, before=STEPS, done=1)  # that do not
     goes_on(1, batch=2 * STEPS, before=None, done=4 * STEPS)  # not known: more than there are
-    expect_error(lambda: hvd.elastic.KerasState, "hvd.elastic is not supported", "BackupAndRestore")
 
 
 def goes_on(execution: int, *, batch: int, before: int | None, done: int) -> None:
@@ -660,8 +657,8 @@ WAYS = [
     overflow,
     statistics,
     own_loop,
+    removed,
     released,
-    local_layers,
     guard,
 ]
 WAYS += [rates, saved, resumed, stopped, left_out, a_disk_that_fails]

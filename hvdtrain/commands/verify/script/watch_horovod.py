@@ -95,8 +95,8 @@ class HorovodWatch:
     def keras_data(self, module: Any) -> None:
         """Watch ``hvdtrain.keras.data``."""
 
-        def sharded(*_: Any, process_set: Any = None, **__: Any) -> None:
-            self._sharded("hvd.shard", module.session.chosen(process_set).world)
+        def sharded(*_: Any, **__: Any) -> None:
+            self._sharded("hvd.shard", module.session.adapter().world)
 
         after(module, "shard", sharded)
 
