@@ -18,7 +18,7 @@ from hvdtrain.adapters import preflight
 from hvdtrain.adapters.profiler import Profiler
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.config.comm_options import CommOptions, check_adasum
+from hvdtrain.config.comm_options import CommOptions
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import metrics
@@ -228,7 +228,7 @@ class CommonAdapter(StateAdapter):
         launch = detect(os.environ)
         strategy = STRATEGIES[self.name]
         if launch.size > 1:
-            set_defaults(self.comm_options.environment(strategy, short_steps=short_steps))
+            set_defaults(strategy.variables(os.environ, short_steps=short_steps))
         preflight.check_libraries()
         self.communicator = self.connect()
         process_status.disconnect.append(self.communicator.close)
@@ -243,9 +243,6 @@ class CommonAdapter(StateAdapter):
             host=self.ranks[rank].host,
             hosts=len(set(hosts)),
         )
-        if self.comm_options.autotune:
-            warning = "--autotune: Horovod decides by timings, so runs are not bit-reproducible"
-            self.communicator.on_root(lambda: log.warning(warning))
         if self._detector is None:
             local = {facts.host_id: facts.addresses for facts in self.ranks}
             self._detector = failure_detector.start(
@@ -343,10 +340,6 @@ class CommonAdapter(StateAdapter):
                 "distribute_optimizer takes the model and the optimizer, and returns both: "
                 "model, optimizer = hvd.distribute_optimizer(model, optimizer)"
             )
-        try:
-            check_adasum(self.comm_options, self.world.size, gpu=self.has_gpu)
-        except UsageError as error:
-            raise agreed(error) from None  # raised alike on every rank
         self.check_trained(model, optimizer)
         self.check_state(model, optimizer)
         if optimizer in self._distributed:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdtrain.config.comm_options import BUCKET_BYTES
+BUCKET_BYTES = 25 * 2**20  # size from which on a bucket takes no further gradient
 
 
-def buckets(gradients: Sequence[tuple[object, int]], full: int = BUCKET_BYTES) -> list[list[int]]:
+def buckets(gradients: Sequence[tuple[object, int]]) -> list[list[int]]:
     """Group ``gradients``, as (kind, bytes), into buckets of one kind; return their indices.
 
-    A bucket of ``full`` bytes or more takes no further gradient. The buckets run from the last
-    gradient to the first, the order in which the backward pass produces them.
+    The buckets run from the last gradient to the first, the order in which the backward pass
+    produces them.
     """
     groups: list[list[int]] = []
     size, kind = 0, None
     for index, (current, nbytes) in reversed(list(enumerate(gradients))):
-        if not groups or size >= full or current != kind:
+        if not groups or size >= BUCKET_BYTES or current != kind:
             groups.append([])
             size, kind = 0, current
         groups[-1].append(index)

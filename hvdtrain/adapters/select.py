@@ -57,7 +57,7 @@ def adapter(
     record = choose_strategy(strategy, framework, detect(environ), installed)
     if framework in record.oldest:  # only then: TensorFlow's package has several names
         check_version(record, framework, importlib.metadata.version(PACKAGES[framework]))
-    check_comm_options(comm_options, record, framework, environ)
+    check_comm_options(comm_options, record, framework)
     selected = _load(record, framework)
     selected.comm_options = comm_options
     return selected

@@ -27,8 +27,13 @@ _PIPELINE = (
 )
 # Options and values of options that were removed: what to use instead.
 REMOVED = {
+    "--autotune": "set HOROVOD_AUTOTUNE=1",
+    "--cycle-time-ms": "set HOROVOD_CYCLE_TIME (ms)",
+    "--fusion-threshold-mb": "set HOROVOD_FUSION_THRESHOLD (bytes)",
+    "--hierarchical-allreduce": "set HOROVOD_HIERARCHICAL_ALLREDUCE=1",
     "--local-rank": "use torchrun, which sets LOCAL_RANK",
     "--micro-batches": _PIPELINE,
+    "--reduction": "for Adasum use Horovod's own DistributedOptimizer(op=hvd.Adasum)",
     "--stages": _PIPELINE,
     "--strategy pipeline": _PIPELINE,
 }

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from hvdtrain.config.comm_options import ADASUM
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
 
 TENSORFLOWS_SEED = 2**32 - 1  # of keras.utils.set_random_seed and NumPy's legacy generator
-LONGEST_CYCLE = 1000  # milliseconds
-LARGEST_FUSION = 2**20  # MiB: a tebibyte
 
 
 def check(options: Options) -> Options:
@@ -28,16 +25,6 @@ def check(options: Options) -> Options:
         raise UsageError(
             "--sync-batchnorm needs the global batch in one pass, --accumulate-steps cuts it into "
             "several: give one"
-        )
-    if options.reduction == ADASUM and options.sync_batchnorm:
-        raise UsageError(
-            "--reduction adasum needs gradients of each rank's part, --sync-batchnorm gives those "
-            "of the global batch: give one"
-        )
-    if options.autotune and options.deterministic:
-        raise UsageError(
-            "--autotune depends on timings, so runs are not bit-equal as --deterministic requires: "
-            "give one"
         )
     if options.compile and options.framework != "pytorch":
         raise UsageError("--compile is for PyTorch only: leave it out with --framework tensorflow")
@@ -70,15 +57,6 @@ def _check_values(options: Options) -> None:
     """Raise if a value is out of the range of the framework, the library or other options."""
     if options.framework == "tensorflow" and options.seed > TENSORFLOWS_SEED:
         raise UsageError(f"--seed {options.seed}: TensorFlow accepts at most {TENSORFLOWS_SEED}")
-    cycle = options.cycle_time_ms
-    if cycle is not None and cycle > LONGEST_CYCLE:
-        raise UsageError(
-            f"--cycle-time-ms {cycle:g}: must be at most {LONGEST_CYCLE}; each gradient reduction "
-            "waits for the end of a cycle"
-        )
-    fusion = options.fusion_threshold_mb
-    if fusion is not None and fusion > LARGEST_FUSION:
-        raise UsageError(f"--fusion-threshold-mb {fusion:g}: must be at most {LARGEST_FUSION:,}")
     batch, passes = options.global_batch_size, options.accumulate_steps
     if batch is not None and passes > batch:
         raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +130,7 @@ class Options(CommOptions):
     lr_scaling: str | None = option(
         None,
         "scaling of the learning rate with the number of ranks (default: linear, for lars and "
-        "lamb sqrt; none if --global-batch-size is set, with adasum, and for ssd300)",
+        "lamb sqrt; none if --global-batch-size is set, and for ssd300)",
         choices=SCALINGS,
     )
     lr_base_batch: int | None = option(
@@ -302,8 +301,5 @@ class Options(CommOptions):
 
     @property
     def comm_options(self) -> CommOptions:
-        """Communication options; an evaluation sends no gradients, so those keep their default."""
-        if self.evaluates_only:
-            return CommOptions()
-        names = [field.name for field in dataclasses.fields(CommOptions)]
-        return CommOptions(**{name: getattr(self, name) for name in names})
+        """Communication options; an evaluation sends no gradients, so it has none."""
+        return CommOptions() if self.evaluates_only else CommOptions(self.compression)

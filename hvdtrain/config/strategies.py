@@ -14,6 +14,8 @@ from hvdtrain.system.runtime.tuning import MPI_VARIABLES
 PACKAGES = {"pytorch": "torch", "tensorflow": "tensorflow"}  # of each framework
 WITH_TORCHRUN = frozenset(launcher.name for launcher in LAUNCHERS) - {HOROVODRUN}
 WITHOUT_TORCHRUN = WITH_TORCHRUN - {TORCHRUN, SPAWN}
+# What HOROVOD_AUTOTUNE=1 tunes, unless it is set.
+AUTOTUNED = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"}
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,21 @@ class Strategy:
     """Back ends that may sum the gradients, best first: names of ``collectives/timing.py``."""
     compressions: tuple[str, ...] = ()
     """Supported values of ``--compression``."""
-    comm_options: tuple[str, ...] = ()
-    """Other supported communication options: attributes of ``CommOptions``."""
     has_timeline: bool = False
     """Whether Horovod's timeline records its collectives."""
+
+    def variables(self, environ: Mapping[str, str], *, short_steps: bool) -> dict[str, str]:
+        """Return the default environment variables for several ranks.
+
+        Args:
+            environ: the user's environment.
+            short_steps: whether a step takes only a few milliseconds.
+        """
+        defaults = {**self.environment, **(self.short_steps if short_steps else {})}
+        autotune = environ.get("HOROVOD_AUTOTUNE", "")
+        if autotune.isdecimal() and int(autotune):  # otherwise it is off, as Horovod reads it
+            return {name: value for name, value in defaults.items() if name not in AUTOTUNED}
+        return defaults
 
 
 DDP = Strategy(
@@ -59,7 +72,6 @@ DDP = Strategy(
     environment=MPI_VARIABLES,
     gradient_libraries=("nccl", "gloo"),
     compressions=("fp16", "bf16"),
-    comm_options=("fusion_threshold_mb",),
 )
 STRATEGIES = {
     strategy.name: strategy
@@ -90,13 +102,6 @@ STRATEGIES = {
             short_steps={"HOROVOD_CYCLE_TIME": "0.1"},
             gradient_libraries=("horovod",),
             compressions=("fp16",),  # Horovod 0.28.1 has no bfloat16, nor over NCCL
-            comm_options=(
-                "reduction",
-                "fusion_threshold_mb",
-                "cycle_time_ms",
-                "hierarchical_allreduce",
-                "autotune",
-            ),
             has_timeline=True,
         ),
         DDP,
@@ -112,7 +117,6 @@ STRATEGIES = {
             adapters={"pytorch": "hvdtrain.adapters.pytorch.fsdp:FsdpAdapter"},
             oldest={"pytorch": "2.9"},
             traffic=3.0,  # allgather before forward and backward pass, reduce-scatter of gradients
-            comm_options=(),
         ),
         Strategy(
             "mpi",
@@ -127,7 +131,6 @@ STRATEGIES = {
             environment=MPI_VARIABLES,
             gradient_libraries=("mpi4py",),
             compressions=("fp16", "bf16"),
-            comm_options=("fusion_threshold_mb",),
         ),
         Strategy(
             "data-parallel",

@@ -97,7 +97,6 @@ class Summary:
     """Of the forward pass."""
     compression: str | None = None
     """Type in which gradients were sent."""
-    reduction: str | None = None
     global_batch_size: Count | None = None
     """Samples per update; None if nothing was trained."""
     epochs_completed: Count | None = None

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.select import check_fit
-from hvdtrain.config.comm_options import check_adasum, check_comm_options
+from hvdtrain.config.comm_options import check_comm_options
 from hvdtrain.config.declare import declared
 from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
@@ -34,10 +34,8 @@ SHOWN = 12  # digits of a digest
 LOCAL = ("quiet", "summary", "metrics", "tracker", "profile_dir", "workers")
 
 
-def check_early(
-    workload: Workload, options: Options, launch: LaunchInfo, environ: Mapping[str, str]
-) -> None:
-    """Raise if the training is impossible, as far as options, launcher and environment tell."""
+def check_early(workload: Workload, options: Options, launch: LaunchInfo) -> None:
+    """Raise if the training is impossible, as far as options and launcher tell."""
     world = World(launch.rank, launch.size, launch.local_rank, launch.local_size, "", 1)
     plan = make_plan(workload, options, world)
     if not options.evaluates_only:
@@ -45,8 +43,7 @@ def check_early(
     if options.strategy:
         record = STRATEGIES[options.strategy]
         check_fit(record, options.framework, launch)
-        check_comm_options(options.comm_options, record, options.framework, environ)
-    check_adasum(options.comm_options, launch.size, gpu=False)
+        check_comm_options(options.comm_options, record, options.framework)
     if launch.is_root:
         check_trackers(options.tracker)
     absent = [str(rank) for rank in options.profile_ranks if rank >= launch.size]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.config.comm_options import ADASUM
 from hvdtrain.config.options import LAYERWISE, Options
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import scale_factor
@@ -81,12 +80,10 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         * world.devices
         * options.accumulate_steps,
     )
-    # A fixed global batch means the same training at any world size, and Adasum itself chooses the
-    # step length between the mean of the gradients and their sum.
+    # A fixed global batch means the same training at any world size.
     fixed = options.global_batch_size or recipe.lr_base_batch
     # LARS and LAMB bound each update by the norm of its weight, so their rate grows more slowly.
-    scaling = "sqrt" if options.optimizer in LAYERWISE else "linear"
-    scaling = options.lr_scaling or ("none" if options.reduction == ADASUM else scaling)
+    scaling = options.lr_scaling or ("sqrt" if options.optimizer in LAYERWISE else "linear")
     per_batch = recipe.lr_base_batch and options.lr_scaling is None
     base_batch = options.lr_base_batch or (recipe.lr_base_batch if per_batch else None)
     lr = _or_default(options.lr, recipe.lr.of(options.optimizer))

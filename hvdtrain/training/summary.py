@@ -90,7 +90,6 @@ def with_session(summary: Summary, session: Session) -> Summary:
         hosts=world.hosts,
         precision=session.task.options.precision,
         compression=adapter.comm_options.compression,
-        reduction=adapter.comm_options.reduction,
         options=non_default_options(options),
         environment=environment(world),
     )

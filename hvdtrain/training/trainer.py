@@ -58,7 +58,7 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
     launch = detect(os.environ)
     spawns = options.spawn and launch.launcher != SPAWN
     launch = spawn.spawned(options.spawn) if options.spawn and spawns else launch
-    check_early(workload, options, launch, os.environ)
+    check_early(workload, options, launch)
     saves_to = None if options.evaluates_only else options.checkpoint_dir
     if options.spawn and spawns:
         return _spawn(options, options.spawn)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.steps.summary import Summary
 from tests.conftest import LONG
 from tests.parallel import resident
-from tests.parallel.conftest import run_script, train
+from tests.parallel.conftest import SCRIPTS, assert_one_line, run_script
 
 COMPRESSED = [
     (framework, name)
@@ -18,8 +20,9 @@ COMPRESSED = [
     if one.compressions
 ]
 SMALL = ("--model=small", "--num-steps=3")
-PARAMETERS, TENSORS = 21_840, 8  # of the small net
-HALF = f"--fusion-threshold-mb={PARAMETERS / 2 * 4 / 2**20}"
+PARAMETERS = 21_840  # of the small net
+MNIST = ("-m", "hvdtrain.mnist")
+SMALL_BUCKETS = (str(SCRIPTS / "small_buckets.py"), str(PARAMETERS // 2 * 4))
 
 
 @pytest.mark.parametrize("number", [2, 3] if LONG else [3])
@@ -29,63 +32,65 @@ def test_gradients_of_16_bits(framework: str, strategy: str, number: int, tmp_pa
     run_script(number, "gradients.py", *words, folder=tmp_path, framework=framework)
 
 
+def trained(folder: Path, program: tuple[str, ...], *options: str, **variables: str) -> Summary:
+    file = folder / "summary.json"
+    outcome = resident.ranks(2, *program, *SMALL, *options, f"--summary={file}", **variables)
+    assert outcome.code == 0, outcome.err[-3000:]
+    return Summary.read(file)
+
+
 @pytest.mark.parametrize(
-    ("framework", "strategy", "options", "messages", "size"),
+    ("framework", "strategy", "program", "options", "messages"),
     [
-        ("pytorch", "horovod", ["--fusion-threshold-mb=0"], TENSORS, 4),
-        ("pytorch", "horovod", ["--compression=fp16"], 1, 2),
-        ("pytorch", "ddp", [HALF], 2, 4),
-        ("tensorflow", "mpi", [HALF], 2, 4),
+        ("pytorch", "horovod", MNIST, ["--compression=fp16"], 1),
+        ("pytorch", "ddp", MNIST, ["--compression=fp16"], 1),
+        ("pytorch", "horovod", SMALL_BUCKETS, [], 2),
+        ("tensorflow", "mpi", SMALL_BUCKETS, [], 2),
     ],
 )
 def test_messages_are_of_the_number_and_the_type_requested(
-    framework: str, strategy: str, options: list[str], messages: int, size: int, tmp_path: Path
+    framework: str,
+    strategy: str,
+    program: tuple[str, ...],
+    options: list[str],
+    messages: int,
+    tmp_path: Path,
 ) -> None:
     way = (f"--framework={framework}", f"--strategy={strategy}")
-    done = train(2, tmp_path, "mnist", *way, *SMALL, *options).summary
-    assert done["compression"] == ("fp16" if size == 2 else "none")
-    assert done["gradient_messages"]["count"] == messages
-    assert 1 <= done["gradient_messages"]["bytes"] / (size * PARAMETERS) < 1.02  # and flags
+    done = trained(tmp_path, program, *way, *options)
+    size = 2 if options else 4
+    assert done.compression == ("fp16" if options else "none")
+    assert done.gradient_messages and done.gradient_messages.count == messages
+    assert 1 <= done.gradient_messages.bytes / (size * PARAMETERS) < 1.02  # and flags
+
+
+def test_a_compression_that_is_not_there_is_told() -> None:
+    outcome = resident.ranks(2, *MNIST, "--compression=bf16")
+    assert_one_line(outcome, 2, "--compression bf16: Horovod", "--compression fp16")
 
 
 @pytest.mark.parametrize(
-    ("number", "option", "words"),
+    "variables",
     [
-        (2, "--compression=bf16", ("--compression bf16: Horovod", "--compression fp16")),
-        (2, "--hierarchical-allreduce", ("error: --hierarchical-allreduce is not available: ",)),
-        (3, "--reduction=adasum", ("--reduction adasum", "power of two, not 3: start 2 or 4")),
+        {"HOROVOD_AUTOTUNE": "1"},  # Horovod tunes what is not set
+        {
+            "HOROVOD_AUTOTUNE": "0",
+            "HOROVOD_CYCLE_TIME": "2.5",
+            "HOROVOD_FUSION_THRESHOLD": "1048576",
+            "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
+        },
     ],
 )
-def test_an_option_that_is_not_there_is_told(
-    number: int, option: str, words: tuple[str, ...]
+def test_horovods_variables_are_those_of_the_user(
+    variables: dict[str, str], tmp_path: Path
 ) -> None:
-    outcome = resident.ranks(number, "-m", "hvdtrain.mnist", option)
-    assert outcome.code == 2
-    (line,) = outcome.said
-    assert all(word in line for word in words)
-
-
-def test_horovod_tunes_itself(tmp_path: Path) -> None:
     record = tmp_path / "tuned.csv"
-    words = ("--model=small", "--num-steps=10", "--autotune", "--check-replicas=5")
-    outcome = resident.ranks(2, "-m", "hvdtrain.mnist", *words, HOROVOD_AUTOTUNE_LOG=str(record))
-    assert outcome.code == 0, outcome.err[-3000:]
-    assert outcome.err.count("--autotune: Horovod decides by timings") == 1
-    assert "tensor_fusion_threshold" in record.read_text()
-
-
-@pytest.mark.parametrize(
-    ("framework", "number"), [("pytorch", 4), ("tensorflow", 2), *([("tensorflow", 4)] * LONG)]
-)
-def test_adasum(framework: str, number: int, tmp_path: Path) -> None:
-    words = (framework, "horovod", str(tmp_path), "adasum")
-    run_script(number, "gradients.py", *words, folder=tmp_path, framework=framework)
-
-
-def test_a_training_with_adasum(tmp_path: Path) -> None:
-    # The recipe of the embedded digits learns more slowly than 100 updates tell.
-    recipe = ("--model=small", "--batch-size=64", "--lr=0.03", "--warmup-epochs=0.5")
-    options = ("--num-steps=100", "--reduction=adasum", "--check-replicas=20")
-    done = train(2, tmp_path, "mnist", *recipe, *options).summary
-    assert (done["reduction"], done["gradient_messages"]["count"]) == ("adasum", TENSORS)
-    assert done["eval_accuracy"] > 0.8  # of ten classes
+    options = ("--num-steps=10", "--check-replicas=5")
+    done = trained(tmp_path, MNIST, *options, **variables, HOROVOD_AUTOTUNE_LOG=str(record))
+    assert done.environment
+    used: Mapping[str, str] = done.environment["variables"]
+    tuning = ("AUTOTUNE", "CYCLE_TIME", "FUSION_THRESHOLD", "HIERARCHICAL_ALLREDUCE")
+    names = [name for name in used if name.removeprefix("HOROVOD_") in tuning]
+    assert {name: used[name] for name in names} == variables
+    tunes = record.exists() and "tensor_fusion_threshold" in record.read_text()
+    assert tunes == (variables["HOROVOD_AUTOTUNE"] == "1")

@@ -177,11 +177,7 @@ def test_torchrun_with_horovod_is_told(tmp_path: Path) -> None:
     assert len(by_launch.err.splitlines()) == 2  # and what was run
 
 
-# Buckets smaller than DDP's first, for which torch.compile cannot cut its graph.
-SMALL_BUCKETS = ("--strategy=ddp", "--fusion-threshold-mb=0.5")
-
-
-@pytest.mark.parametrize("way", [*WAYS, SMALL_BUCKETS] if LONG else [SMALL_BUCKETS])
+@pytest.mark.parametrize("way", WAYS if LONG else [("--strategy=ddp",)])
 def test_a_compiled_model_is_the_same_model(way: tuple[str, ...], tmp_path: Path) -> None:
     """Uneven parts, an epoch's tail of one sample, and a checkpoint that goes on uncompiled."""
     if "--framework=tensorflow" in way:

@@ -39,7 +39,6 @@ FACTORS = {
     "warmup-epochs": ("0", "0.5"),
     "sync-batchnorm": ("", "yes"),
     "compression": ("none", "fp16", "bf16"),
-    "reduction": ("average", "adasum"),
     "workers": ("0", "2"),
     "nesterov": ("", "yes"),
     "no-decay-on-norm": ("", "yes"),
@@ -82,30 +81,14 @@ REFUSALS = (
         {"sync-batchnorm": ("yes",), "accumulate-steps": ("3",)},
     ),
     Refusal(
-        "--reduction adasum needs gradients of each rank's part",
-        {"reduction": ("adasum",), "sync-batchnorm": ("yes",)},
-    ),
-    Refusal(
         "--compression bf16: Horovod cannot sum in that type",
         {"compression": ("bf16",), "way": ("pytorch horovod", "tensorflow horovod")},
-    ),
-    Refusal(
-        "--reduction is not for --strategy",
-        {
-            "reduction": ("adasum",),
-            "way": tuple(way for way in FACTORS["way"] if not way.endswith("horovod")),
-        },
     ),
 )
 
 
 # Of these values N ranks compute what one does; batch norm over the global batch included.
-EXACT_FACTORS = {
-    **FACTORS,
-    "precision": ("fp64",),
-    "compression": ("none",),
-    "reduction": ("average",),
-}
+EXACT_FACTORS = {**FACTORS, "precision": ("fp64",), "compression": ("none",)}
 INEXACT = Refusal("", {"model": ("resnet resnet18",), "sync-batchnorm": ("",)})
 
 
@@ -203,7 +186,7 @@ def options_of(row: Row, data: Path) -> list[str]:
 def tolerance(row: Row) -> float | None:
     """Return up to which relative difference the ranks equal one; None: that is not promised."""
     local_statistics = row["model"].startswith("resnet") and not row["sync-batchnorm"]
-    if row["reduction"] == "adasum" or row["compression"] != "none" or local_statistics:
+    if row["compression"] != "none" or local_statistics:
         return None
     if row["precision"] == "fp64":
         return EXACT
@@ -219,10 +202,6 @@ def test_ranks_compute_what_one_rank_does(row: Row, few_images: Path, tmp_path: 
     trained = {}
     for number in (1, 2, 3):
         (tmp_path / str(number)).mkdir()
-        if number == 3 and row["reduction"] == "adasum":
-            done = train(number, tmp_path / "3", workload, *options, code=2).outcome
-            assert_one_line(done, 2, "the number of ranks must be a power of two")
-            continue
         trained[number] = train(number, tmp_path / str(number), workload, *options, timeout=600)
     one = trained.pop(1)
     allowed = tolerance(row)

@@ -39,15 +39,14 @@ class BucketedAdapter(PyTorchAdapter):
         sums, kind = self.open_sums(), TYPES.get(self.comm_options.compression)
         sums = Compressed(sums, kind) if kind else sums
         hooks = RankHooks(
-            weight=lambda: self.comm_options.weight(self.part_weight),
+            weight=lambda: self.part_weight,
             flags=lambda: self.flags,
             summed=self._note_flags,
             waits=self.waits.during,
             may_skip=lambda: len(self.gradient_sums) == 1,
         )
-        full = self.comm_options.bucket_bytes
         others_of = functools.partial(self._others_of, weakref.ref(model))
-        buckets = Buckets(name, optimizer, sums, hooks, full, others_of)
+        buckets = Buckets(name, optimizer, sums, hooks, others_of)
         self._all_buckets.append(buckets)
         self.waits.before = self.end_part
         keep_awaited(model)

@@ -30,7 +30,6 @@ from hvdtrain.adapters.common_adapter import Flags, RankHooks
 from hvdtrain.adapters.pytorch.adapter import IS_TRAINED, parameters_of
 from hvdtrain.adapters.pytorch.bucket import Bucket
 from hvdtrain.adapters.pytorch.sums import Sums, agreed, fill
-from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.waits import SUM
 
@@ -58,7 +57,6 @@ class Buckets:
         optimizer: the optimizer whose gradients are summed.
         sums: sums over all ranks, used only for these buckets.
         hooks: functions of this rank.
-        full: size in bytes from which on a bucket takes no further gradient.
         others_of: function that makes all other sums leave the optimizer's parameters to these,
             and returns the other parameters to sum.
     """
@@ -69,11 +67,10 @@ class Buckets:
         optimizer: torch.optim.Optimizer,
         sums: Sums,
         hooks: RankHooks,
-        full: int = BUCKET_BYTES,
         others_of: Callable[[Buckets], Sequence[torch.nn.Parameter]] = lambda buckets: (),
     ) -> None:
         self.name, self.sums, self.hooks = name, sums, hooks
-        self._full, self._others_of = full, others_of
+        self._others_of = others_of
         self.summing = True  # over the ranks; False: backward passes accumulate locally
         self.blocked_seconds = 0.0  # total wait for sums
         self._running = self._summed = False  # a backward pass runs; one of this part was summed
@@ -109,7 +106,7 @@ class Buckets:
             frozen = [v for v in parameters if id(v) not in used and may_train(v)]
             for values, buckets in ((trained, self.buckets), (frozen, self._frozen)):
                 kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in values]
-                for group in partition.buckets(kinds, self._full):
+                for group in partition.buckets(kinds):
                     held = [values[index] for index in group]
                     buckets.append(Bucket(f"{self.name}.{next(numbers)}", held, others=others))
         for bucket in self.buckets:

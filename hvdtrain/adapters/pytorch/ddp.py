@@ -38,8 +38,6 @@ from hvdtrain.system.machine import accelerator
 from hvdtrain.system.output import stderr
 from hvdtrain.system.runtime.waits import SUM
 
-FIRST_BUCKET_MB = 1  # size of DDP's first bucket
-
 
 class DdpAdapter(PyTorchAdapter):
     """Each rank holds the whole model; DDP sums the gradients."""
@@ -95,15 +93,6 @@ class DdpAdapter(PyTorchAdapter):
         wrapped = WeightedDdp(module, self)
         self.add_sums(wrapped)
         return wrapped
-
-    @override
-    def compile(self, task: Any) -> None:
-        wanted = self.comm_options.fusion_threshold_mb
-        if wanted is not None and wanted < FIRST_BUCKET_MB:
-            # It splits a graph at each full bucket, and supports none smaller than DDP's first.
-            # Without it all gradients of a graph arrive at its end, in the same buckets.
-            torch._dynamo.config.optimize_ddp = False
-        super().compile(task)
 
     @override
     @contextmanager
@@ -185,7 +174,6 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
                 # buckets do not change after the first pass, so a resumed run is bit-reproducible.
                 find_unused_parameters=True,
                 gradient_as_bucket_view=True,
-                bucket_cap_mb=adapter.comm_options.fusion_threshold_mb,  # None: DDP's default
             )
         # Convolutions produce such gradients; each is copied into its bucket.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")

@@ -1,9 +1,8 @@
 """Asynchronous sums of PyTorch tensors over the ranks, also in a 16-bit type: ``--compression``.
 
-Gradients are multiplied by the weight of the rank's part before rounding. Except with Adasum the
-weights of all ranks sum to 1, so no partial sum exceeds the largest gradient: fp16 overflows only
-if a gradient exceeds 65504. The sum is then infinite on all ranks, and handled like any gradient
-that is not finite.
+Gradients are multiplied by the weight of the rank's part before rounding. The weights of all ranks
+sum to 1, so no partial sum exceeds the largest gradient: fp16 overflows only if a gradient exceeds
+65504. The sum is then infinite on all ranks, and handled like any gradient that is not finite.
 """
 
 from __future__ import annotations

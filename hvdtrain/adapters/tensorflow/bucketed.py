@@ -13,7 +13,6 @@ from hvdtrain.adapters.common_adapter import Flags, GradientSums, RankHooks
 from hvdtrain.adapters.tensorflow.adapter import TensorFlowAdapter
 from hvdtrain.adapters.tensorflow.buckets import TYPES, Buckets
 from hvdtrain.adapters.tensorflow.distributed import distribute
-from hvdtrain.config.comm_options import ADASUM
 from hvdtrain.steps.sharding import Part, Shards
 
 
@@ -26,31 +25,24 @@ class BucketedAdapter(TensorFlowAdapter):
         self._assigned: tuple[float, Flags] | None = None  # weight and flags in the variables
         self._sums = 0  # number of sums before the current part
 
-    def combine(self, values: Any, name: str) -> Any:
-        """Return Adasum of the ranks' ``values``, a gradient (source: PyTorch's adapter)."""
-        raise NotImplementedError(f"{self.name} has no Adasum")
-
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         number = len(self._buckets)
         name = f"gradients.{number}" if number else "gradients"
         hooks = RankHooks(weight=lambda: self.part_weight, waits=self.waits.during)
-        adasum = self.comm_options.reduction == ADASUM
         with tf.device("/CPU:0"):
             buckets = Buckets(
                 name,
                 self.sum_tensor,
                 hooks,
                 kind=TYPES.get(self.comm_options.compression),
-                full=self.comm_options.bucket_bytes,
-                combine=self.combine if adasum else None,
                 agreed=self._buckets[0].agreed if self._buckets else None,
             )
         self._buckets.append(buckets)
         self.waits.traced.append(buckets.traced_calls)
         self._assigned = None
         if self._shards is None:  # without shards all ranks weigh the same
-            buckets.weight.assign(self.comm_options.weight(self.part_weight))
+            buckets.weight.assign(self.part_weight)
         distribute(optimizer, buckets)
         return model, optimizer
 
@@ -63,7 +55,7 @@ class BucketedAdapter(TensorFlowAdapter):
         if sums > self._sums and shards.current:
             shards.use()  # a traced function has used it
         self._sums = sums
-        values = (self.comm_options.weight(part.weight), self.flags)
+        values = (part.weight, self.flags)
         if values != self._assigned:  # most parts of an epoch have the same weight
             self._assigned = values
             for buckets in self._buckets:

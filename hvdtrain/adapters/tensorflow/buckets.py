@@ -17,7 +17,6 @@ from typing_extensions import override
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.common_adapter import Flags, RankHooks
 from hvdtrain.adapters.tensorflow.distributed import GradientReduction
-from hvdtrain.config.comm_options import BUCKET_BYTES
 from hvdtrain.system.runtime.waits import SUM, TracedCalls
 
 TYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
@@ -37,8 +36,6 @@ class Buckets(GradientReduction):
         hooks: functions of this rank; its weight is checked here, and used as ``self.weight``.
         kind: 16-bit type in which gradients are sent and summed; None: that of the gradients. See
             ``adapters/pytorch/sums.py`` for overflows.
-        full: size in bytes from which on a bucket takes no further gradient.
-        combine: function that combines a bucket's gradients instead of summing them.
         agreed: variable of the flags of all ranks at the last step, of whichever optimizer.
     """
 
@@ -49,12 +46,10 @@ class Buckets(GradientReduction):
         hooks: RankHooks,
         *,
         kind: Any = None,
-        full: int = BUCKET_BYTES,
-        combine: Reduce | None = None,
         agreed: Any = None,
     ) -> None:
         self.name, self.reduce, self.hooks = name, reduce, hooks
-        self.kind, self.full, self.combine = kind, full, combine
+        self.kind = kind
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_begun")
@@ -106,8 +101,10 @@ class Buckets(GradientReduction):
             parts = [_weighed(tf.reshape(dense[index], [-1]), weight) for index in group]
             # The flags in every bucket are of a variable: a bucket of only constants would be
             # summed once, when TensorFlow folds constants, and never again.
-            ready.append(tf.concat([*parts, tf.cast(self._mine, parts[0].dtype)], 0))
-            done.append(self._reduced(ready[-1], f"{self.name}.{number}"))
+            flat = tf.concat([*parts, tf.cast(self._mine, parts[0].dtype)], 0)
+            sent = tf.cast(flat, self.kind or flat.dtype)
+            ready.append(flat)
+            done.append(tf.cast(self.reduce(sent, f"{self.name}.{number}"), flat.dtype))
             lengths = [dense[index].shape.num_elements() for index in group]
             *pieces, flags = tf.split(done[-1], [*lengths, len(Flags._fields)])
             for index, piece in zip(group, pieces, strict=True):
@@ -125,21 +122,10 @@ class Buckets(GradientReduction):
         lengths = [gradient.shape.num_elements() for gradient in dense]
         sizes = [length * g.dtype.size for length, g in zip(lengths, dense, strict=True)]
         kinds = [(gradient.dtype, size) for gradient, size in zip(dense, sizes, strict=True)]
-        groups = partition.buckets(kinds, self.full)
+        groups = partition.buckets(kinds)
         sent = self.kind.size * sum(lengths) if self.kind else sum(sizes)
         self.messages = {"count": len(groups), "bytes": sent}
         return groups
-
-    def _reduced(self, flat: Any, name: str) -> Any:
-        """Return the sum of ``flat``, or the result of ``combine`` and the sums of the flags."""
-        sent = tf.cast(flat, self.kind or flat.dtype)
-        if self.combine is None:
-            total = self.reduce(sent, name)
-        else:
-            count = len(Flags._fields)
-            whole = self.combine(sent[:-count], name)
-            total = tf.concat([whole, self.reduce(sent[-count:], f"{name}.flags")], 0)
-        return tf.cast(total, flat.dtype)
 
     def _observe(self, ready: list[Any], done: list[Any]) -> None:
         """Count the sums, and add the time from last gradient to last sum, in each traced run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -162,7 +163,7 @@ def main() -> int:
     set_defaults(MPI_VARIABLES)
     if options.time:
         for strategy in STRATEGIES.values():
-            set_defaults(strategy.environment)
+            set_defaults(strategy.variables(os.environ, short_steps=False))
     ranks = connect()
     if options.time:
         result = measure_time(ranks, options)

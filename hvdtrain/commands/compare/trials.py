@@ -138,7 +138,7 @@ class Comparison:
             raise UsageError(
                 f"the command cannot be run, even in a single process: {outcome.reason}. Put "
                 "options of single strategies after their names, e.g. --strategies 'horovod "
-                "--autotune'"
+                "--compression fp16'"
             )
         trial = Trial(
             method,

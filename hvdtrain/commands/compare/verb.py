@@ -25,7 +25,7 @@ EPILOG = f"""example:
   hvdtrain compare -- python -m hvdtrain.resnet --num-steps 30
   hvdtrain compare --strategies single,ddp --precision fp32,bf16 -- \\
       python -m hvdtrain.mnist
-  hvdtrain compare --strategies 'horovod,horovod --autotune' -- \\
+  HOROVOD_AUTOTUNE=1 hvdtrain compare --strategies horovod --out autotune -- \\
       python -m hvdtrain.resnet
   hvdtrain compare --out compare
 

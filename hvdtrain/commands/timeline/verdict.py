@@ -229,9 +229,8 @@ def _communication(steps: StepFacts) -> list[TimelineFinding]:
         text = f"{summary}, {percent(small)} of their time in those under 1 MiB"
         advice = (
             "a larger batch per rank, for fewer operations per image; or fewer, larger operations: "
-            "raise HOROVOD_FUSION_THRESHOLD (bytes; the trainers: --fusion-threshold-mb) and, if "
-            "tensors arrive far apart, HOROVOD_CYCLE_TIME (ms); or group them (num_groups of "
-            "DistributedOptimizer)"
+            "raise HOROVOD_FUSION_THRESHOLD (bytes) and, if tensors arrive far apart, "
+            "HOROVOD_CYCLE_TIME (ms); or group them (num_groups of DistributedOptimizer)"
         )
         return [_finding("small tensors", exposed, share, text, advice)]
     text = f"{summary}, {size(operations.bytes / busy)}/s"

@@ -1,6 +1,6 @@
-"""On every rank, for test_comm_options.py: 16-bit gradients and Adasum, against closed forms.
+"""On every rank, for test_comm_options.py: 16-bit gradients against closed forms.
 
-    gradients.py FRAMEWORK STRATEGY FOLDER [adasum]
+    gradients.py FRAMEWORK STRATEGY FOLDER
 
 The gradient of each parameter is the mean of a column of ``x`` over the samples of a part. Five
 samples in global batches of four leave uneven parts, and at the tail empty ones.
@@ -28,7 +28,7 @@ ELEMENTS = COLUMNS + 100  # of a message at most: some are flags, or fill it up
 ROUNDING = {"fp16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 2.0**-134)}
 OF_FP32 = 2.0**-24  # a cast from fp64 may go through fp32
 
-framework, strategy, folder, *reduction = sys.argv[1:]
+framework, strategy, folder = sys.argv[1:]
 hvd: Any = adapter(framework, strategy)
 world = hvd.initialize()
 hvd.pin_device()
@@ -103,30 +103,28 @@ class WatchedMpi:
         return self._communicator.Allreduce(where, message, *operation)
 
 
-def trained_pytorch(data: list[Array], shards: Shards) -> list[list[Array]]:
+def trained_pytorch(x: Array, shards: Shards) -> list[Array]:
     import torch
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            zeros = [torch.zeros(x.shape[1], dtype=torch.float64) for x in data]
-            self.weights = torch.nn.ParameterList(zeros)
+            self.weights = torch.nn.Parameter(torch.zeros(COLUMNS, dtype=torch.float64))
             self.unused = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
 
-        def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-            pairs = zip(inputs, self.weights, strict=True)
-            return torch.stack([(x @ weights).mean() for x, weights in pairs]).sum()
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return (inputs @ self.weights).mean()
 
     net = Net()
     model, optimizer = hvd.distribute_optimizer(net, torch.optim.SGD(net.parameters(), lr=0.01))
     steps = []
     for part in shards.epoch(0):
         optimizer.zero_grad()
-        model([torch.from_numpy(x[part.indices]) for x in data]).backward()
+        model(torch.from_numpy(x[part.indices])).backward()
         assert net.unused.grad is None  # of what no rank has used
-        gradients = [weights.grad for weights in net.weights]
-        assert all(gradient.dtype == torch.float64 for gradient in gradients)
-        steps.append([whole(gradient) for gradient in gradients])
+        gradient = net.weights.grad
+        assert gradient is not None and gradient.dtype == torch.float64
+        steps.append(whole(gradient))
         optimizer.step()
     hvd.check_replicas(model, optimizer)
     check_messages()
@@ -139,36 +137,34 @@ def whole(tensor: Any) -> Array:
     return values.copy()
 
 
-def trained_tensorflow(data: list[Array], shards: Shards) -> list[list[Array]]:
+def trained_tensorflow(x: Array, shards: Shards) -> list[Array]:
     import keras
     import tensorflow as tf
 
-    weights = [keras.Variable(np.zeros(x.shape[1]), dtype="float64") for x in data]
+    weights = keras.Variable(np.zeros(COLUMNS), dtype="float64")
     _, optimizer = hvd.distribute_optimizer(keras.Sequential(), keras.optimizers.SGD(1.0))
 
     @tf.function
-    def update(means: Any) -> None:
-        optimizer.apply(means, weights)
+    def update(mean: Any) -> None:
+        optimizer.apply([mean], [weights])
 
     steps = []
     for part in shards.epoch(0):
         with np.errstate(invalid="ignore"):
-            means = [tf.constant(x[part.indices].sum(0) / np.float64(part.count)) for x in data]
-        update(means)
-        steps.append([-variable.numpy() for variable in weights])
-        for variable in weights:
-            variable.assign(tf.zeros_like(variable.value))
+            update(tf.constant(x[part.indices].sum(0) / np.float64(part.count)))
+        steps.append(-weights.numpy())
+        weights.assign(tf.zeros_like(weights.value))
     check_messages()
     return steps
 
 
-def trained(data: list[Array], options: CommOptions) -> list[list[Array]]:
-    """Train an epoch with ``options``; return the gradients by step and parameter."""
-    hvd.comm_options = options
+def trained(x: Array, compression: str) -> list[Array]:
+    """Train an epoch with ``compression``; return the gradients by step."""
+    hvd.comm_options = CommOptions(compression=compression)
     shards = hvd.shard_data(SAMPLES, global_batch=BATCH, seed=3)
     sent.clear()
-    steps = (trained_pytorch if framework == "pytorch" else trained_tensorflow)(data, shards)
-    flat = b"".join(value.tobytes() for step in steps for value in step)
+    steps = (trained_pytorch if framework == "pytorch" else trained_tensorflow)(x, shards)
+    flat = b"".join(value.tobytes() for value in steps)
     assert len(set(hvd.communicator.gather(flat))) == 1  # the same bits on all ranks
     return steps
 
@@ -181,19 +177,17 @@ def parts() -> Iterator[tuple[Part, ...]]:
 
 def gradients(x: Array, compression: str) -> tuple[list[Array], list[Array], list[Array]]:
     """Return gradients, the true ones, and the sums of all ranks' sizes."""
-    steps = trained([x], CommOptions(compression=compression))
+    summed = trained(x, compression)
     true, sizes = [], []
     for step in parts():
         count = sum(part.count for part in step)
         true.append(sum(x[part.indices].sum(0) for part in step) / count)
         sizes.append(sum(abs(x[part.indices].sum(0)) for part in step) / count)
-    return [value for (value,) in steps], true, sizes
+    return summed, true, sizes
 
 
 def check_messages() -> None:
     """Compare the bytes that the library was handed, and those that are reported."""
-    if reduction:
-        return
     size = 8 if hvd.comm_options.compression == NONE else 2
     assert all(size * COLUMNS <= nbytes < size * ELEMENTS for _, nbytes in sent)
     messages = hvd.gradient_sums[-1].messages
@@ -233,40 +227,14 @@ def overflows_only_where_a_gradient_does() -> None:
     np.testing.assert_allclose(summed, true, rtol=1e-12)
 
 
-def combined(gradients: list[Array]) -> Array:
-    """Adasum, by pairs: the mean of what points the same way, the sum of what is orthogonal."""
-    if len(gradients) == 1:
-        return gradients[0]
-    half = len(gradients) // 2
-    a, b = combined(gradients[:half]), combined(gradients[half:])
-    dot = float(a @ b)
-    of_a, of_b = (1 - dot / (2 * float(v @ v)) if v.any() else 1.0 for v in (a, b))
-    return of_a * a + of_b * b
-
-
-def adasum_is_its_closed_form() -> None:
-    """Of two parameters; at the tail all parts but one are empty."""
-    random = np.random.default_rng(0)
-    data = [random.normal(size=(SAMPLES, columns)) + 0.5 for columns in (7, 30)]
-    steps = trained(data, CommOptions(reduction="adasum"))
-    for step, values in zip(parts(), steps, strict=True):
-        for x, value in zip(data, values, strict=True):
-            ranks = [x[part.indices].sum(0) / max(1, part.count) for part in step]
-            np.testing.assert_allclose(value, combined(ranks), rtol=1e-12, atol=1e-12)
-
-
-def check_compression() -> None:
-    if strategy == "mpi":
-        hvd.communicator.world = WatchedMpi(hvd.communicator.world)
-    elif framework == "pytorch":
-        watch_pytorch()
-    else:
-        watch_tensorflow()
-    for kind in STRATEGIES[strategy].compressions:
-        within_the_bound(kind)
-        exact_where_the_type_holds_it(kind)
-    overflows_only_where_a_gradient_does()
-
-
-adasum_is_its_closed_form() if reduction else check_compression()
+if strategy == "mpi":
+    hvd.communicator.world = WatchedMpi(hvd.communicator.world)
+elif framework == "pytorch":
+    watch_pytorch()
+else:
+    watch_tensorflow()
+for compression in STRATEGIES[strategy].compressions:
+    within_the_bound(compression)
+    exact_where_the_type_holds_it(compression)
+overflows_only_where_a_gradient_does()
 Path(folder, f"{world.rank}-of-{world.size}").touch()

@@ -95,7 +95,7 @@ def compared() -> str:
             None,
             *numbers,
             *more,
-            options="--fusion-threshold-mb 0" * (name == "horovod"),
+            options="--accumulate-steps 2" * (name == "horovod"),
             repeats=3,
         )
         for name in ("single", "horovod")

@@ -31,12 +31,28 @@ def test_the_fields_of_a_record_are_consistent(record: Strategy) -> None:
     assert bool(record.requires) == bool(record.remedy)
 
 
-def test_several_ranks_yield_and_do_not_fuse() -> None:
-    record = STRATEGIES["horovod"]
-    assert record.environment["OMPI_MCA_mpi_yield_when_idle"] == "1"
-    assert record.environment["HOROVOD_FUSION_THRESHOLD"] == "0"
-    assert record.short_steps == {"HOROVOD_CYCLE_TIME": "0.1"}
-    assert not STRATEGIES["single"].environment
+ALWAYS = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
+UNFUSED, SHORT = {"HOROVOD_FUSION_THRESHOLD": "0"}, {"HOROVOD_CYCLE_TIME": "0.1"}
+
+
+@pytest.mark.parametrize(
+    ("autotune", "short_steps", "expected"),
+    [
+        (None, False, UNFUSED),
+        (None, True, UNFUSED | SHORT),
+        ("1", True, {}),  # Horovod tunes only what is not set
+        ("0", True, UNFUSED | SHORT),
+        ("yes", True, UNFUSED | SHORT),  # for Horovod no number is 0
+        ("", False, UNFUSED),
+    ],
+)
+def test_several_ranks_yield_and_do_not_fuse(
+    autotune: str | None, short_steps: bool, expected: dict[str, str]
+) -> None:
+    environ = {} if autotune is None else {"HOROVOD_AUTOTUNE": autotune}
+    variables = STRATEGIES["horovod"].variables(environ, short_steps=short_steps)
+    assert variables == ALWAYS | expected
+    assert not STRATEGIES["single"].variables(environ, short_steps=short_steps)
 
 
 def test_no_other_file_compares_the_name_of_a_strategy() -> None:

@@ -39,7 +39,6 @@ def test_the_object_has_the_keys_of_the_contract() -> None:
     content = WHOLE.to_json()
     assert " ".join(content) == (
         "workload framework strategy model world_size devices hosts precision compression "
-        "reduction "
         "global_batch_size epochs_completed steps_completed samples_trained training_samples "
         "unit train_loss eval_loss "
         "eval_accuracy eval_metrics eval_samples images_per_second_mean images_per_second_std "

@@ -154,10 +154,6 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"size": 8, "batch_size": 5}, {"global_batch": 40, "lr_scaling": "linear"}),
     ({"size": 8, "global_batch_size": 7}, {"global_batch": 7, "lr_scaling": "none"}),
     ({"global_batch_size": 96, "lr_scaling": "sqrt"}, {"lr_scaling": "sqrt"}),
-    ({"reduction": "adasum"}, {"lr_scaling": "none"}),
-    ({"reduction": "adasum", "lr_scaling": "sqrt"}, {"lr_scaling": "sqrt"}),
-    ({"reduction": "adasum", "lr_base_batch": 64}, {"lr": 0.1, "lr_scaling": "none"}),
-    ({**PER_BATCH, "reduction": "adasum"}, {"lr": 0.1, "lr_scaling": "none"}),
     ({"model": "second", "weight_decay": 0.01}, {"model": "second", "weight_decay": 0.01}),
     ({"num_steps": 3}, {"num_steps": 3, "schedule": SCHEDULE}),
     # A rate in proportion to the global batch: 4 ranks of 32.

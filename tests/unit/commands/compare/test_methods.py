@@ -62,12 +62,12 @@ def test_the_default_is_that_of_the_command(tmp_path: Path) -> None:
 
 
 def test_options_of_one_strategy() -> None:
-    fusion = "ddp --fusion-threshold-mb 0.5"
-    choice = CompareOptions(strategies=(fusion, "ddp --compression bf16 --lr=1", "ddp", "single"))
+    passes = "ddp --accumulate-steps 2"
+    choice = CompareOptions(strategies=(passes, "ddp --compression bf16 --lr=1", "ddp", "single"))
     single, slow, compressed, ddp = choose(choice, PROGRAM)
-    assert [method.label for method in (single, slow, ddp)] == ["single", fusion, "ddp"]
-    assert slow.name == "ddp-pytorch-fusion-threshold-mb-0.5-n2"
-    assert method_words([*PROGRAM, "--fusion-threshold-mb=9"], slow, 8)[-2:] == fusion.split()[1:]
+    assert [method.label for method in (single, slow, ddp)] == ["single", passes, "ddp"]
+    assert slow.name == "ddp-pytorch-accumulate-steps-2-n2"
+    assert method_words([*PROGRAM, "--accumulate-steps=9"], slow, 8)[-2:] == passes.split()[1:]
     assert (compressed.compression, compressed.options) == ("bf16", "--lr=1")
     first, second = choose(CompareOptions(strategies=("single --lr=1", "single")), PROGRAM)
     assert (first.is_baseline, second.is_baseline) == (True, False)  # in any order
