@@ -25,11 +25,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.commands.install_horovod.build import decisive_line
-from hvdtrain.commands.install_horovod.wheel_cache import read_json, write_atomically
-from hvdtrain.system.files import cache_root
+from hvdtrain.system.files import cache_root, replacing
 from hvdtrain.system.runtime.command import Command, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -192,17 +190,18 @@ def try_cell(cell: Cell, results: Path) -> Found:
     with tempfile.TemporaryDirectory(prefix=f"hvdtrain-{cell.name}-") as name:
         folder = Path(name)
         found = Trial(cell, folder).run()
+        results.mkdir(parents=True, exist_ok=True)
         if (folder / "log").exists():
-            results.mkdir(parents=True, exist_ok=True)
             shutil.copy(folder / "log", results / f"{cell.name}.log")
-    write_atomically(results / f"{cell.name}.json", json.dumps(asdict(found), indent=1).encode())
+    with replacing(results / f"{cell.name}.json") as file:
+        file.write(json.dumps(asdict(found), indent=1).encode())
     return found
 
 
 def known(results: Path) -> dict[str, Found]:
     """Return what is known, by cell."""
-    read = {cell.name: read_json(results / f"{cell.name}.json") for cell in CELLS}
-    return {name: Found(**dict[str, Any](facts)) for name, facts in read.items() if facts}
+    files = {cell.name: results / f"{cell.name}.json" for cell in CELLS}
+    return {n: Found(**json.loads(f.read_text())) for n, f in files.items() if f.exists()}
 
 
 def table(everything: Mapping[str, Found]) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.gpu import bench
 from benchmarks.gpu.table import tables
 from hvdtrain.commands.install_horovod.build import decisive_line
-from hvdtrain.commands.install_horovod.wheel_cache import read_json, write_atomically
+from hvdtrain.system.files import replacing
 from hvdtrain.system.machine import gpus
 from hvdtrain.system.machine.frameworks import is_installed, versions
 from hvdtrain.system.runtime.command import Command, run
@@ -57,8 +57,11 @@ class Session:
 
     def save(self) -> None:
         """Write down what is known up to here."""
-        write_atomically(self.out / "results.json", json.dumps(self.results, indent=1).encode())
-        write_atomically(self.out / "gpu.md", (tables(self.results) + "\n").encode())
+        self.out.mkdir(parents=True, exist_ok=True)
+        with replacing(self.out / "results.json") as file:
+            file.write(json.dumps(self.results, indent=1).encode())
+        with replacing(self.out / "gpu.md") as file:
+            file.write(f"{tables(self.results)}\n".encode())
 
     def command(self, part: str, name: str, argv: Sequence[str]) -> bool:
         """Run a command of ``part``; note seconds and outcome, return whether well."""
@@ -162,7 +165,7 @@ def machine() -> dict[str, Any]:
 
 def write_page(files: Sequence[Path]) -> str:
     """Write the results of calls into docs/speed.md; return the reason if it is impossible."""
-    results = merged([read_json(file) for file in files])
+    results = merged([json.loads(file.read_text()) for file in files])
     if results["machine"].get("rehearsal", True):
         return "a rehearsal on a CPU: its figures tell nothing of GPUs"
     before, begin, rest = PAGE.read_text().partition(BEGIN)

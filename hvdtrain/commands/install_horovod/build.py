@@ -5,6 +5,7 @@ The proof is an allreduce per framework on two ranks of mpirun.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
@@ -20,12 +21,7 @@ from typing import TextIO
 from hvdtrain.commands.install_horovod import proof_program, recipe
 from hvdtrain.commands.install_horovod.recipe import BuildTarget, Workshop
 from hvdtrain.commands.install_horovod.toolchain import BuildMpi, Toolchain
-from hvdtrain.commands.install_horovod.wheel_cache import (
-    CachedWheel,
-    WheelCache,
-    file_hash,
-    write_atomically,
-)
+from hvdtrain.commands.install_horovod.wheel_cache import CachedWheel, WheelCache, file_hash
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.runtime import terminal
@@ -82,9 +78,50 @@ class Build:
     target: BuildTarget
     toolchain: Toolchain
     cache: WheelCache  # for the wheel
-    key: str  # of the wheel in the cache
-    facts: Mapping[str, object]  # from which the key is computed
     environ: Mapping[str, str]  # the environment of this process
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Return all properties that affect the binary, as plain values."""
+        target, tools, environ = self.target, self.toolchain, self.environ
+        mpi, compiler, prefix = tools.mpi, tools.compiler, tools.prefix
+        assert mpi and compiler  # otherwise the plan has problems
+        facts: dict[str, object] = {
+            "recipe": recipe.RECIPE,
+            "archive": recipe.HOROVOD_SHA256,
+            "tools": recipe.BUILD_TOOLS,
+            "python": tools.python_tag,
+            "frameworks": sorted(target.frameworks),
+            "gpu": target.gpu,
+            "mpi": mpi.identity,
+            # Relative inside the environment, otherwise the absolute path is part of the binary.
+            "mpi_place": [
+                str(path.relative_to(prefix) if path.is_relative_to(prefix) else path)
+                for path in mpi.libraries
+            ],
+            "compiler": compiler.identity,
+            "cpu": tools.cpu_flags,
+            "flags": {
+                name: environ[name]
+                for name in (*recipe.FLAG_VARIABLES, *recipe.USER_VARIABLES)
+                if name in environ
+            },
+        }
+        if tools.torch and "pytorch" in target.frameworks:
+            facts["torch"] = [tools.torch.version, tools.torch.identity]
+        if tools.tensorflow and "tensorflow" in target.frameworks:
+            facts["tensorflow"] = [tools.tensorflow.version, tools.tensorflow.cuda is not None]
+        if target.gpu == "nccl" and tools.cuda and tools.nccl:
+            place = "package" if tools.cuda.is_package else str(tools.cuda.home)
+            facts["cuda"] = [tools.cuda.version, place, *target.cuda_arches]
+            facts["nccl"] = [tools.nccl.version, str(tools.foreign_nccl or "")]
+        return facts
+
+    @property
+    def key(self) -> str:
+        """Return the name under which a binary with these facts is cached."""
+        text = json.dumps(self.facts, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
 
     @property
     def workshop(self) -> Workshop:
@@ -103,7 +140,7 @@ class Build:
         return steps
 
     def run(self, log_file: Path) -> CachedWheel:
-        """Build and cache the wheel; call it with the lock of its key.
+        """Build and cache the wheel; call it within a session of the cache.
 
         Raises:
             HvdtrainError: a command failed; the message has the log's decisive line and a remedy.
@@ -111,15 +148,14 @@ class Build:
         workshop = self.workshop
         shutil.rmtree(workshop.root, ignore_errors=True)  # of a build that was killed
         try:
-            with self.cache.errors():
-                self._prepare()
-                with Display() as display, log_file.open("a") as stream:
-                    for stage, command in self.steps(self.cache.has_archive()):
-                        self._run_step(stage, command, display, stream)
-                wheels = list(workshop.wheels.glob("horovod-*.whl"))
-                if len(wheels) != 1:
-                    raise HvdtrainError(f"the build produced no wheel; log: {log_file}")
-                return self.cache.store(self.key, wheels[0], self.facts)
+            self._prepare()
+            with Display() as display, log_file.open("a") as stream:
+                for stage, command in self.steps(self.cache.has_archive()):
+                    self._run_step(stage, command, display, stream)
+            wheels = list(workshop.wheels.glob("horovod-*.whl"))
+            if len(wheels) != 1:
+                raise HvdtrainError(f"the build produced no wheel; log: {log_file}")
+            return self.cache.store(self.key, wheels[0], self.facts)
         finally:
             shutil.rmtree(workshop.root, ignore_errors=True)
 
@@ -164,7 +200,8 @@ class Build:
             fetched = self.workshop.scratch / recipe.HOROVOD_ARCHIVE
             if file_hash(fetched) != recipe.HOROVOD_SHA256:
                 raise HvdtrainError(f"{fetched.name} is not the released archive: its hash differs")
-            write_atomically(self.cache.archive, fetched.read_bytes())
+            self.cache.archive.parent.mkdir(exist_ok=True)
+            fetched.rename(self.cache.archive)
 
 
 def complete_toolkit(home: Path, folder: Path) -> None:

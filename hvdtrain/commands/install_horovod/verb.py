@@ -7,7 +7,6 @@ site-packages. The final pip command, about two seconds, is not interrupted.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shutil
@@ -18,23 +17,18 @@ from pathlib import Path
 
 from hvdtrain.commands.install_horovod import recipe
 from hvdtrain.commands.install_horovod.build import Build, proof_command, prove
-from hvdtrain.commands.install_horovod.plan import BuildPlan, InstallOptions, make_plan
-from hvdtrain.commands.install_horovod.toolchain import Toolchain, find
-from hvdtrain.commands.install_horovod.wheel_cache import (
-    CachedWheel,
-    WheelCache,
-    cache_key,
+from hvdtrain.commands.install_horovod.installed import (
     find_installed,
-    identity,
     is_complete,
     mend_torchvision,
-    read_json,
     wheel_hash,
-    write_atomically,
 )
+from hvdtrain.commands.install_horovod.plan import BuildPlan, InstallOptions, make_plan
+from hvdtrain.commands.install_horovod.toolchain import Toolchain, find
+from hvdtrain.commands.install_horovod.wheel_cache import CachedWheel, WheelCache
 from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError
-from hvdtrain.system.files import cache_root
+from hvdtrain.system.files import FULL, cache_root
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import entry
 from hvdtrain.system.runtime.command import Command, HeldSignals, run, termination_as_interrupt
@@ -101,9 +95,7 @@ class Session:
     @property
     def build(self) -> Build:
         """Return the build of this session."""
-        target = self.plan.target
-        facts = identity(target, self.toolchain, self.environ)
-        return Build(target, self.toolchain, self.cache, cache_key(facts), facts, self.environ)
+        return Build(self.plan.target, self.toolchain, self.cache, self.environ)
 
     @property
     def trial(self) -> Path:
@@ -145,6 +137,12 @@ class Session:
         except KeyboardInterrupt:
             log.info("interrupted: nothing partial is left in the environment or the cache")
             raise
+        except OSError as error:
+            need = "with 2 GB free" if error.errno in FULL else "that is writable"
+            raise HvdtrainError(
+                f"{error.filename or self.cache.root}: {error.strerror}; "
+                f"set HVDTRAIN_CACHE to a directory {need}"
+            ) from error
         seconds = round(time.monotonic() - start, 1)
         names = ", ".join(self.plan.target.frameworks)
         text = (
@@ -160,42 +158,28 @@ class Session:
         build = self.build
         cached = self._cached(build.key)
         if cached and self._is_installed(cached):
-            log.info("already installed and proven here: %s", cached.path)
+            log.info("already installed and proven: %s", cached.path)
             mend_torchvision(self.toolchain.site_packages)
-            return cached, "nothing", read_json(cached.proof_file(self.toolchain.prefix))
-        log_file = self.cache.log_file(build.key)
-        log.info("log: %s", log_file)
-        wheel, done = (cached, FROM_CACHE) if cached else self._build(build, log_file)
-        return wheel, done, self._prove_and_install(wheel, log_file)
+            return cached, "nothing", {}
+        with self.cache.session(build.key) as log_file:
+            log.info("log: %s", log_file)
+            wheel, done = self._cached(build.key), FROM_CACHE  # also by another session meanwhile
+            if wheel is None:
+                log.info("building Horovod with %d jobs; this takes minutes", build.target.jobs)
+                wheel, done = build.run(log_file), "built"
+            results = self._prove(wheel, log_file)
+            with HeldSignals():  # an interrupted pip would leave neither the old nor the new
+                self._pip(wheel)
+                mend_torchvision(self.toolchain.site_packages)
+        return wheel, done, results
 
     def _cached(self, key: str) -> CachedWheel | None:
         return None if self.rebuild else self.cache.find(key)
 
     def _is_installed(self, wheel: CachedWheel) -> bool:
-        """Return whether ``wheel`` is completely installed here, and proven to work."""
+        """Return whether ``wheel`` is completely installed here, which it is only if proven."""
         installed = find_installed(self.toolchain.site_packages)
-        same = wheel_hash(installed) == wheel.sha256 and is_complete(installed)
-        return same and wheel.proof_file(self.toolchain.prefix).is_file()
-
-    def _build(self, build: Build, log_file: Path) -> tuple[CachedWheel, str]:
-        """Build the wheel, unless another session built it while this one waited for the lock."""
-        with self.cache.lock(build.key, "builds the same wheel"):
-            if cached := self._cached(build.key):
-                return cached, FROM_CACHE
-            log.info("building Horovod with %d jobs; this takes minutes", build.target.jobs)
-            return build.run(log_file), "built"
-
-    def _prove_and_install(self, wheel: CachedWheel, log_file: Path) -> dict[str, object]:
-        """Prove ``wheel`` in the trial directory, then install it; return the proofs' results."""
-        environment = cache_key({"prefix": str(self.toolchain.prefix)})
-        with self.cache.lock(environment, "installs into the same environment"):
-            results = self._prove(wheel, log_file)
-            with HeldSignals():  # an interrupted pip would leave neither the old nor the new
-                self._pip(wheel)
-                mend_torchvision(self.toolchain.site_packages)
-                proof = json.dumps(results).encode()
-                write_atomically(wheel.proof_file(self.toolchain.prefix), proof)
-        return results
+        return wheel_hash(installed) == wheel.sha256 and is_complete(installed)
 
     def _prove(self, wheel: CachedWheel, log_file: Path) -> dict[str, object]:
         """Prove ``wheel`` in the trial directory, and remove it; return the proofs' results."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,9 +12,9 @@ from pathlib import Path
 import hvdtrain
 from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+from hvdtrain.commands.install_horovod.installed import find_installed, wheel_hash
 from hvdtrain.commands.install_horovod.plan import NAMES, nccl_problems
 from hvdtrain.commands.install_horovod.toolchain import Toolchain
-from hvdtrain.commands.install_horovod.wheel_cache import find_installed, read_json, wheel_hash
 from hvdtrain.config.strategies import HOROVOD
 
 REBUILD = "hvdtrain install-horovod --rebuild"
@@ -92,6 +93,15 @@ def build_facts(wheels: Path, sha256: str | None) -> Mapping[str, object]:
         if record.get("sha256") == sha256 and isinstance(facts, dict):
             return facts
     return {}
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Return the JSON object in ``path``; empty if it cannot be read."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def horovod_findings(facts: HorovodFacts) -> Iterator[Finding]:

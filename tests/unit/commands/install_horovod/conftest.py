@@ -55,5 +55,7 @@ def on_gpu(toolchain: Toolchain) -> Toolchain:
     return dataclasses.replace(toolchain, torch=torch, cuda=cuda, nccl=nccl)
 
 
-def make_build(toolchain: Toolchain, root: Path) -> Build:
-    return Build(BOTH, toolchain, WheelCache(root), "k", {}, {"PATH": "/usr/bin"})
+def make_build(
+    toolchain: Toolchain, root: Path = Path("cache"), target: BuildTarget = BOTH, **environ: str
+) -> Build:
+    return Build(target, toolchain, WheelCache(root), {"PATH": "/usr/bin", **environ})

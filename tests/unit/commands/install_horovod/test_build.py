@@ -1,14 +1,16 @@
-"""A build, its failures, its log, and the proof of the wheel; no compiler is run."""
+"""A build, its key, its failures, its log, and the proof of the wheel; no compiler is run."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.commands.install_horovod import build, wheel_cache
+from hvdtrain.commands.install_horovod import build
 from hvdtrain.commands.install_horovod.build import (
     decisive_line,
     proof_command,
@@ -17,10 +19,58 @@ from hvdtrain.commands.install_horovod.build import (
     read_proof,
     remedy_for,
 )
-from hvdtrain.commands.install_horovod.toolchain import Toolchain
+from hvdtrain.commands.install_horovod.plan import InstallOptions, make_plan
+from hvdtrain.commands.install_horovod.recipe import BuildTarget
+from hvdtrain.commands.install_horovod.toolchain import Cuda, Toolchain
+from hvdtrain.commands.install_horovod.verb import Session
+from hvdtrain.commands.install_horovod.wheel_cache import WheelCache
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import Command
-from tests.unit.commands.install_horovod.conftest import make_build
+from tests.unit.commands.install_horovod.conftest import BOTH, NCCL, make_build, on_gpu
+
+
+def key_of(toolchain: Toolchain, target: BuildTarget = BOTH, **environ: str) -> str:
+    return make_build(toolchain, target=target, **environ).key
+
+
+def test_the_key_depends_on_every_build_fact(toolchain: Toolchain) -> None:
+    assert toolchain.torch and toolchain.tensorflow and toolchain.mpi and toolchain.compiler
+    change = dataclasses.replace
+    machines = [
+        toolchain,
+        change(toolchain, python_tag="cpython-312-x86_64-linux-gnu"),
+        change(toolchain, torch=change(toolchain.torch, version="2.12.0+cpu")),
+        change(toolchain, torch=change(toolchain.torch, identity="cuda=None commit=def")),
+        change(toolchain, tensorflow=change(toolchain.tensorflow, version="2.20.0")),
+        change(toolchain, tensorflow=change(toolchain.tensorflow, cuda="12.5.1")),
+        change(toolchain, mpi=change(toolchain.mpi, identity="Open MPI 5.0.10")),
+        change(toolchain, mpi=change(toolchain.mpi, libraries=(Path("/opt/lib"),))),
+        change(toolchain, compiler=change(toolchain.compiler, identity="g++ 13.1.0")),
+        change(toolchain, cpu_flags=()),
+        on_gpu(toolchain),
+    ]
+    keys = [key_of(machine) for machine in machines]
+    keys += [
+        key_of(on_gpu(toolchain), NCCL),
+        key_of(toolchain, BuildTarget(("pytorch",), "none", 2)),
+    ]
+    keys += [key_of(toolchain, CXXFLAGS="-O1"), key_of(toolchain, HOROVOD_WITH_GLOO="1")]
+    assert len(set(keys)) == len(keys)
+
+
+def test_equal_binaries_have_equal_keys(toolchain: Toolchain) -> None:
+    moved = dataclasses.replace(
+        toolchain,
+        prefix=Path("/elsewhere"),
+        python=Path("/elsewhere/bin/python"),
+        mpi=dataclasses.replace(toolchain.mpi, libraries=(Path("/elsewhere/lib"),)),  # type: ignore[type-var]
+    )
+    assert key_of(moved) == key_of(toolchain)
+    assert key_of(toolchain, HOROVOD_CYCLE_TIME="0.1", LANG="C") == key_of(toolchain)
+    assert key_of(toolchain, BuildTarget(BOTH.frameworks, "none", 9)) == key_of(toolchain)
+    # CUDA is not used by the binary
+    cuda = dataclasses.replace(toolchain, cuda=Cuda(Path("/opt/cuda"), "12.0"))
+    assert key_of(cuda) == key_of(toolchain)
 
 
 def test_a_cached_archive_is_not_downloaded(toolchain: Toolchain, tmp_path: Path) -> None:
@@ -119,7 +169,7 @@ def test_a_failed_build_reports_cause_remedy_and_log_and_is_removed(
     assert str(log_file) in text
     assert "last" in log_file.read_text()
     assert not job.workshop.root.exists()
-    assert wheel_cache.WheelCache(tmp_path / "cache").find("k") is None
+    assert job.cache.find(job.key) is None
 
 
 def test_an_interrupted_build_is_removed(
@@ -134,6 +184,29 @@ def test_an_interrupted_build_is_removed(
     with pytest.raises(KeyboardInterrupt):
         job.run(tmp_path / "log")
     assert not job.workshop.root.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "need"), [(errno.ENOSPC, "with 2 GB free"), (errno.EACCES, "that is writable")]
+)
+def test_free_space_is_advised_only_if_it_helps(
+    code: int, need: str, toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: build.Build, log_file: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(build.Build, "run", fails)
+    plan = make_plan(toolchain, InstallOptions())
+    message = rf"^{tmp_path}: .*; set HVDTRAIN_CACHE to a directory {need}$"
+    with pytest.raises(HvdtrainError, match=message):
+        Session(toolchain, plan, WheelCache(tmp_path), {}).install()
+
+
+def test_an_unwritable_cache_is_reported(toolchain: Toolchain, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    plan = make_plan(toolchain, InstallOptions())
+    with pytest.raises(HvdtrainError, match=f"^{tmp_path}/file.*HVDTRAIN_CACHE"):
+        Session(toolchain, plan, WheelCache(tmp_path / "file"), {}).install()
 
 
 def test_proof_command(toolchain: Toolchain) -> None:

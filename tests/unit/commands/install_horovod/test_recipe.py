@@ -13,9 +13,8 @@ from hvdtrain.commands.install_horovod import recipe
 from hvdtrain.commands.install_horovod.build import complete_toolkit
 from hvdtrain.commands.install_horovod.recipe import BuildTarget, compiler_wrapper, relative_rpaths
 from hvdtrain.commands.install_horovod.toolchain import BuildMpi, Cuda, Nccl, Toolchain
-from hvdtrain.commands.install_horovod.wheel_cache import identity
 from hvdtrain.system.runtime.command import Command
-from tests.unit.commands.install_horovod.conftest import BOTH, NCCL, SHOP, on_gpu
+from tests.unit.commands.install_horovod.conftest import BOTH, NCCL, SHOP, make_build, on_gpu
 
 
 def test_build_environment_on_cpu(toolchain: Toolchain) -> None:
@@ -100,7 +99,7 @@ def test_nccl_environment(toolchain: Toolchain) -> None:
     two = dataclasses.replace(NCCL, cuda_arches=(80, 90))
     changes = recipe.build_environment(two, machine, SHOP, {})
     assert changes["HOROVOD_BUILD_CUDA_CC_LIST"] == "80,90"
-    assert identity(two, machine, {})["cuda"] == "13.0 /opt/cuda 80 90"
+    assert make_build(machine, target=two).facts["cuda"] == ["13.0", "/opt/cuda", 80, 90]
 
 
 @pytest.mark.parametrize(("version", "package"), [("13.0", "cu13"), ("12.8", "cuda_runtime")])
@@ -121,7 +120,7 @@ def test_a_toolkit_of_packages_gets_linker_names(toolchain: Toolchain, tmp_path:
     assert changes["HOROVOD_CUDA_HOME"] == "/cache/build/k/cuda"
     assert str(changes["PATH"]).startswith("/cache/build/k/cuda/bin:")  # its nvcc is queried
     assert relative_rpaths(machine)[-1] == "$ORIGIN/../../nvidia/cu13/lib"
-    assert identity(NCCL, machine, {})["cuda"] == "13.0 package"
+    assert make_build(machine, target=NCCL).facts["cuda"] == ["13.0", "package"]
     folder = tmp_path / "cuda"
     complete_toolkit(home, folder)
     assert (folder / "bin" / "nvcc").read_text() == "bin/nvcc"
@@ -234,8 +233,8 @@ def test_an_nccl_outside_the_environment_is_linked_by_its_path(toolchain: Toolch
     nccl = Nccl(folder / "include", folder / "lib" / "libnccl.so.2", "2.28.9")
     machine = dataclasses.replace(on_gpu(toolchain), nccl=nccl)
     assert relative_rpaths(machine)[-1] == str(folder / "lib")
-    assert identity(NCCL, machine, {})["nccl"] == f"2.28.9 {folder / 'lib'}"
+    assert make_build(machine, target=NCCL).facts["nccl"] == ["2.28.9", str(folder / "lib")]
     system = Nccl(Path("/usr/include"), Path("/usr/lib/x86_64-linux-gnu/libnccl.so.2"), "2.28.9")
     machine = dataclasses.replace(machine, nccl=system)
     assert relative_rpaths(machine)[-1].startswith("$ORIGIN")
-    assert identity(NCCL, machine, {})["nccl"] == "2.28.9"
+    assert make_build(machine, target=NCCL).facts["nccl"] == ["2.28.9", ""]
