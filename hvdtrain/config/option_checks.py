@@ -82,8 +82,6 @@ def _check_training(options: Options) -> None:
         for name, default in {"checkpoint_every": None, "mtbf": None, "resume": "auto"}.items():
             if getattr(options, name) not in (default, "never"):
                 raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
-        if options.on_nan == "rollback":
-            raise UsageError("--on-nan rollback needs --checkpoint-dir")
 
 
 def _check_evaluation(options: Options) -> None:

@@ -187,9 +187,8 @@ class Options(CommOptions):
     sync_batchnorm: bool = option(False, "compute BatchNorm over the global batch", bool)
     on_nan: str = option(
         "stop",
-        "action if gradients are not finite: stop, skip the update (at most 10 in a row), or roll "
-        "back to the newest checkpoint and skip that global batch (at most 3 times)",
-        choices=("stop", "skip", "rollback"),
+        "action if gradients are not finite: stop, or skip the update (at most 10 in a row)",
+        choices=("stop", "skip"),
     )
     deterministic: bool = option(
         False,

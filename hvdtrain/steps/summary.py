@@ -23,7 +23,7 @@ from hvdtrain.system.files import read_regular
 MOST = 2**20  # maximum bytes of a file; a summary is far smaller
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # others are no measurement
 # Keys that are omitted if their value is None.
-MAY_LACK = ("joules_per_image", "steps_skipped", "rollbacks", "saves")
+MAY_LACK = ("joules_per_image", "steps_skipped", "saves")
 Kind = TypeVar("Kind")
 
 
@@ -142,8 +142,6 @@ class Summary:
     """L2 norm over all trainable parameters, in float64."""
     steps_skipped: Count | None = None
     """Updates skipped by ``--on-nan skip``; None if there were none."""
-    rollbacks: Count | None = None
-    """Of ``--on-nan rollback``; None if there were none."""
     saves: Saves | None = None
     """Of this run; None if there were none."""
     stopped: Stopped | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from hvdtrain.adapters.save import Save
-from hvdtrain.errors import TrainingError, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import checkpoint_interval
 from hvdtrain.steps.checkpoint_files import STATE_FILE, State
@@ -38,8 +38,6 @@ class TrainState:
     # On the test set after ``step``; None: not evaluated.
     metrics: dict[str, int | float] | None = None
     skipped: int = 0  # number of updates skipped since the start: gradients were not finite
-    # Start of each global batch that is skipped after a rollback: [epoch, consumed].
-    left_out: list[list[int]] = field(default_factory=list)
     train_loss: float | None = None  # mean of the last epoch, over all ranks
     loss_scale: LossScale | None = None  # when it was saved
     training_id: str = field(default_factory=new_training_id)  # for trackers
@@ -101,20 +99,6 @@ class CheckpointManager:
         if now is None and mode == "must":
             raise agreed(UsageError(f"--resume must: there is no checkpoint in {directory}"))
         return now or TrainState()
-
-    def roll_back(self) -> TrainState:
-        """Restore the newest checkpoint, on all ranks.
-
-        Raises:
-            TrainingError: on every rank, if there is none.
-        """
-        assert self.options.checkpoint_dir is not None
-        self.finish()
-        now = self._load(self.options.checkpoint_dir)
-        if now is None:
-            raise agreed(TrainingError("there is no checkpoint to go back to"))
-        self.adapter.broadcast_state(self.task.model, self.task.optimizer)
-        return now
 
     def _load(self, directory: Path) -> TrainState | None:
         state = self.adapter.load_checkpoint(

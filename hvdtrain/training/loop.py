@@ -7,11 +7,9 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator
-from typing import NoReturn
 
 from hvdtrain.adapters.preemption import Preemption, wait_for_agent
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, CheckpointError, TrainingError
-from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.sharding import Part, Position, Shards, seed_of
 from hvdtrain.steps.summary import GradientMessages, Stopped
@@ -64,7 +62,7 @@ class TrainingLoop:
         self.save_error: CheckpointError | None = None  # of the last save
         self.compiled: set[int] = set()  # sizes of global batches
         self.checkpoints = CheckpointManager(session)
-        self.on_nan = OnNan(session, self.checkpoints)
+        self.on_nan = OnNan(session)
         # Reading a loss synchronizes with a GPU; on a CPU it is free.
         self.read_every = 20 if adapter.has_gpu or self.task.deferred else 1
         self.log_every = max(1, math.ceil(shards.steps_per_epoch / LINES_PER_EPOCH))
@@ -122,8 +120,6 @@ class TrainingLoop:
         return EXIT_PREEMPTED
 
     def _train(self) -> Stopped:
-        if self.options.on_nan == "rollback" and self.checkpoints.path is None:
-            self._save(last=True)  # complete before the first update, which may be rolled back
         last = self.plan.num_steps
         beyond = last is not None and self.now.step > last  # resumed beyond the end
         stopped = self._finished()
@@ -168,11 +164,7 @@ class TrainingLoop:
 
     def _updates(self) -> Stopped | None:
         """Train to the end of the epoch's updates, or to a stop; return its reason."""
-        parts = (
-            part
-            for part in self.shards.parts(self.now.position.epoch, self.now.position.consumed)
-            if [part.start.epoch, part.start.consumed] not in self.now.left_out
-        )
+        parts = self.shards.parts(self.now.position.epoch, self.now.position.consumed)
         self.clock.resume()
         for part, batch in self.clock.fetching(self.task.train.training(parts)):
             self._update(part, batch)
@@ -199,8 +191,6 @@ class TrainingLoop:
         """
         epoch = self.now.position.epoch
         self._read_losses()
-        # Also if the last global batches were skipped.
-        self.now.position = Position(epoch, self.shards.samples)
         self.now.train_loss = self.losses.of_epoch(self.now)
         if self._evaluates_after(epoch):
             if self.checkpoints.is_due(self.now.step):
@@ -257,7 +247,9 @@ class TrainingLoop:
         with self.shards.step(part):
             loss = self.task.update(batch, learning_rate=self.rate(epochs), seed=seed)
         if self.task.not_finite:
-            self._leave_out(part, before)
+            with self._saving_before_error():
+                self.on_nan.leave_out(self.now, part, before, self.show.message)
+            raise _RepeatError
         self.on_nan.note_update()
         self.now.step += 1
         self.now.samples += part.global_count
@@ -287,20 +279,6 @@ class TrainingLoop:
         new = self.options.compile and size not in self.compiled
         self.compiled.add(size)
         return new
-
-    def _leave_out(self, part: Part, before: Arrays) -> NoReturn:
-        """Skip the update of ``part`` according to ``--on-nan``.
-
-        Raises:
-            _RepeatError: the training continues.
-            TrainingError: on every rank, if the training ends.
-        """
-        with self._saving_before_error():
-            now = self.on_nan.leave_out(self.now, part, before, self.show.message)
-        if now is not self.now:
-            self.losses.discard()
-        self.now = now
-        raise _RepeatError
 
     def _read_losses(self, *, in_step: bool = False) -> None:
         """Read the losses of the latest updates; raise if one is not finite.
@@ -408,7 +386,6 @@ class TrainingLoop:
             if ended_early and self.adapter.shards_state
             else self.task.parameter_norm(),
             steps_skipped=self.now.skipped or None,
-            rollbacks=len(self.now.left_out) or None,
             saves=self.checkpoints.figures(
                 self.shards.steps_per_epoch,
                 summary.step_seconds_median,

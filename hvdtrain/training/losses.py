@@ -23,11 +23,6 @@ class Losses:
         self.unread: list[tuple[Part, Any]] = []
         self._sum, self._count = 0.0, 0  # since the last log line
 
-    def discard(self) -> None:
-        """Discard the losses of undone updates."""
-        self.unread.clear()
-        self._sum, self._count = 0.0, 0
-
     def read(self, now: TrainState) -> list[Part]:
         """Add the unread losses to the sums; this synchronizes with a GPU.
 

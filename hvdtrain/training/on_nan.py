@@ -10,23 +10,22 @@ from hvdtrain.steps.integrity import rank_names
 from hvdtrain.steps.sharding import Part, Position
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.tasks.task import NotFinite
-from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
+from hvdtrain.training.checkpoint_manager import TrainState
 from hvdtrain.training.plan import Session
 
 MOST_SKIPPED = 10  # consecutive updates that --on-nan skip skips
-MOST_ROLLBACKS = 3
 LEAST_SCALE = 2.0**-10  # of the loss: 26 updates in a row after an initial scale of 65536
 
 
 class OnNan:
-    """Skips updates, rolls back, or ends the training; on all ranks alike.
+    """Skips updates, or ends the training; on all ranks alike.
 
     If the task defers, a GPU skips such an update by itself and reports it later. The loop then
     goes back and repeats it, and this time the task reports it at once.
     """
 
-    def __init__(self, session: Session, checkpoints: CheckpointManager) -> None:
-        self._mode, self._checkpoints = session.options.on_nan, checkpoints
+    def __init__(self, session: Session) -> None:
+        self._mode = session.options.on_nan
         self._adapter, self._task = adapter, task = session.adapter, session.task
         self._consecutive = 0  # number of updates skipped without one made since
         self._may_defer = task.may_defer = task.may_defer or adapter.has_gpu
@@ -71,11 +70,10 @@ class OnNan:
 
     def leave_out(
         self, now: TrainState, part: Part, buffers: Arrays, show: Callable[[str], None]
-    ) -> TrainState:
+    ) -> None:
         """Handle the skipped update of ``part`` according to ``--on-nan``.
 
-        The ``buffers`` are those before that update. Returns the progress to continue from: ``now``
-        itself, or another one after a rollback.
+        The ``buffers`` are those before that update. The training continues after ``part``.
 
         Raises:
             TrainingError: on every rank, if the training ends.
@@ -90,23 +88,13 @@ class OnNan:
             now.position = Position(part.start.epoch, part.start.consumed + part.global_count)
             now.metrics = None
             show(f"{trouble}: the update is skipped")
-            return now
-        left_out = [*now.left_out, [part.start.epoch, part.start.consumed]]
-        if self._mode == "rollback" and len(left_out) <= MOST_ROLLBACKS:
-            now = self._checkpoints.roll_back()
-            now.left_out = left_out
-            show(f"{trouble}: back to step {now.step}, skipping that global batch")
-            return now
-        tried = {
-            "skip": f"; the {MOST_SKIPPED} updates before it were skipped",
-            "rollback": f"; {MOST_ROLLBACKS} global batches were skipped before",
-        }
-        raise agreed(
-            TrainingError(
-                f"{trouble}{tried.get(self._mode, '')}. Lower --lr, check the data, or "
-                "use --on-nan skip or rollback to skip such global batches"
+            return
+        remedy = ". Lower --lr, check the data, or skip such updates by --on-nan skip"
+        if self._mode == "skip":
+            remedy = (
+                f"; the {MOST_SKIPPED} updates before it were skipped. Lower --lr or check the data"
             )
-        )
+        raise agreed(TrainingError(trouble + remedy))
 
     def _report(self, now: TrainState, part: Part, trouble: NotFinite) -> str:
         """Return which ranks' gradients were not finite; all ranks must call it."""

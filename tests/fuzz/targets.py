@@ -259,7 +259,7 @@ def checkpoint_content() -> dict[str, bytes]:
     progress = {
         **{"step": 3, "samples": 96, "loss_sum": 1.5, "loss_count": 32, "stopped": None},
         **{"position": {"epoch": 1, "consumed": 32}, "metrics": {"accuracy": 0.5, "loss": 1.0}},
-        **{"best": ["accuracy", True], "origin": ORIGIN, "left_out": [[0, 32]]},
+        **{"best": ["accuracy", True], "origin": ORIGIN},
     }
     model = {"weight": np.ones((3, 2), np.float32), "count": np.array(3)}
     saved = checkpoint_files.Checkpoint(model, {"momentum": np.zeros(2)}, progress)

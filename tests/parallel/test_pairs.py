@@ -46,7 +46,7 @@ FACTORS = {
     "mixup": ("", "0.4"),
     "random-erase": ("", "0.5"),
     "ema": ("", "0.9"),
-    "on-nan": ("stop", "skip", "rollback"),
+    "on-nan": ("stop", "skip"),
     "compile": ("", "yes"),
     "batch": ("even", "uneven"),
 }

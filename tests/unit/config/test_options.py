@@ -208,7 +208,6 @@ def test_what_replaces_a_removed_option(option: str, tmp_path: Path) -> None:
         (["--profile=20:"], ["--profile 20: needs an end, e.g. 20:30"]),
         (["--sync-batchnorm", "--accumulate-steps=2"], ["--sync-batchnorm", "give one"]),
         (["--compile", "--framework=tensorflow"], ["--compile", "--framework tensorflow"]),
-        (["--on-nan=rollback"], ["--on-nan rollback", "--checkpoint-dir"]),
         (["--evaluate-only"], ["--evaluate-only", "--checkpoint ", "--checkpoint-dir"]),
         (["--predict=p"], ["--predict needs", "--checkpoint ", "--checkpoint-dir"]),
         (["--checkpoint=c"], ["--checkpoint ", "--evaluate-only", "--predict", "--checkpoint-dir"]),

@@ -48,7 +48,7 @@ def test_the_object_has_the_keys_of_the_contract() -> None:
     )
     assert json.loads(json.dumps(content))["stopped"] == "steps"
     assert content["gradient_messages"] == {"count": 4, "bytes": 1000}
-    assert Summary(steps_skipped=3, rollbacks=1).to_json()["steps_skipped"] == 3
+    assert Summary(steps_skipped=3).to_json()["steps_skipped"] == 3
 
 
 def test_what_is_not_finite_is_null() -> None:

@@ -28,7 +28,7 @@ SLOW = 0.2  # seconds
 @pytest.mark.parametrize("value", [0.5, 3, float("inf")])
 def test_the_progress_is_read_with_the_results_of_any_metrics(value: float) -> None:
     metrics = {"loss": 0.25, "mine": value, "samples": 297}
-    state = TrainState(7, Position(1, 32), 96, 1.5, 32, metrics, 1, [[0, 8]])
+    state = TrainState(7, Position(1, 32), 96, 1.5, 32, metrics, 1)
     content = {**asdict(state), "origin": {}, "path": "x"}  # and other keys
     restored = msgspec.convert(json.loads(json.dumps(content)), TrainState)
     assert restored == state and restored.metrics and type(restored.metrics["samples"]) is int

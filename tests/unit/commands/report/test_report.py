@@ -208,16 +208,16 @@ def test_the_curves_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None
 
 
 def test_the_curves_are_those_of_the_last_run(tmp_path: Path) -> None:
-    """It was started anew, or rolled back to update 4, and made fewer updates than before."""
+    """It was started anew, or resumed from update 4, and made fewer updates than before."""
     runs = {
         "fresh": [("step", 2), ("epoch", 3)],
-        "rolled back": [("step", 4), ("epoch", 4), ("step", 6), ("epoch", 6)],
+        "resumed": [("step", 4), ("epoch", 4), ("step", 6), ("epoch", 6)],
         "evaluated first": [("epoch", 4), ("step", 6)],  # with its record, update 4 was saved
     }
     before = [("step", 2), ("epoch", 3), ("step", 4), ("step", 6), ("epoch", 6), ("step", 8)]
     expected = {
         "fresh": ([2], [3]),
-        "rolled back": ([2, 4, 6], [3, 4, 6]),
+        "resumed": ([2, 4, 6], [3, 4, 6]),
         "evaluated first": ([2, 4, 6], [3, 4]),
     }
     for name, records in runs.items():
