@@ -33,6 +33,8 @@ REMOVED = {
     "--hierarchical-allreduce": "set HOROVOD_HIERARCHICAL_ALLREDUCE=1",
     "--local-rank": "use torchrun, which sets LOCAL_RANK",
     "--micro-batches": _PIPELINE,
+    "--mtbf": "set --checkpoint-every by Young's formula (docs/training.md)",
+    "--on-nan rollback": "use stop and resume, or skip",
     "--reduction": "for Adasum use Horovod's own DistributedOptimizer(op=hvd.Adasum)",
     "--stages": _PIPELINE,
     "--strategy pipeline": _PIPELINE,

@@ -31,6 +31,13 @@ SHOWN = 200  # characters of an invalid value in a message
 PLAIN_TYPES = {int: "a whole number", float: "a number"}
 MISSING = "the following arguments are required: "  # argparse's message
 LISTS = (counts, numbers, ranks)  # kinds of options that accept several words
+BY_FORMULA = "choose --checkpoint-every by the formula in docs/training.md"
+# Options of earlier versions, those of a command with its name, and what to use instead.
+REMOVED: Mapping[str, str] = {
+    "--mtbf": BY_FORMULA,
+    "scaling --host-mtbf": BY_FORMULA,
+    "scaling --saves": BY_FORMULA,
+}
 METAVARS: Mapping[Any, str] = {
     Path: "PATH",
     local_folder: "PATH",
@@ -181,6 +188,9 @@ class CommandParser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"{word[:SHOWN]!r} is not expected here; see {self.prog} --help"
+        verb = self.prog.partition("hvdtrain ")[2]
+        if remedy := REMOVED.get(f"{verb} {name}".strip()):
+            return f"{name}: removed in 0.2.0; {remedy}"
         known = [name for action in self._actions for name in action.option_strings]
         near = nearest(name, known)
         hint = f"did you mean {near}?" if near else f"see {self.prog} --help"

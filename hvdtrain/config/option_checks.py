@@ -79,9 +79,10 @@ def _check_training(options: Options) -> None:
             "--checkpoint-dir"
         )
     if options.checkpoint_dir is None:
-        for name, default in {"checkpoint_every": None, "mtbf": None, "resume": "auto"}.items():
-            if getattr(options, name) not in (default, "never"):
-                raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
+        if options.checkpoint_every:
+            raise UsageError("--checkpoint-every needs --checkpoint-dir")
+        if options.resume == "must":
+            raise UsageError("--resume needs --checkpoint-dir")
 
 
 def _check_evaluation(options: Options) -> None:

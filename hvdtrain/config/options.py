@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from hvdtrain.config.comm_options import CommOptions
 from hvdtrain.config.declare import option
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.config.values import (
-    above_zero,
     batch,
     count,
     counts,
@@ -235,20 +234,11 @@ class Options(CommOptions):
         "or inference (an evaluation; needs no checkpoint)",
         choices=("training", "inference"),
     )
-    checkpoint_every: int | Literal["auto"] | None = option(
+    checkpoint_every: int | None = option(
         None,
-        "number of updates between checkpoints, in addition to one per epoch; auto: the interval "
-        "of least expected loss, from the measured cost of a save and --mtbf",
-        lambda value: value if value == "auto" else positive(value),
+        "number of updates between checkpoints, in addition to one per epoch",
+        positive,
         group="checkpoints",
-        metavar="N|auto",
-    )
-    mtbf: float | None = option(
-        None,
-        "mean time between failures of the whole job in hours, for --checkpoint-every auto and the "
-        "goodput in --summary (default: 6,335 divided by the number of hosts)",
-        above_zero,
-        metavar="HOURS",
     )
     save: str = option(
         "async",

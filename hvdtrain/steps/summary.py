@@ -73,10 +73,6 @@ class Saves:
     """Maximum from the call until a checkpoint was complete."""
     every: Count | None = None
     """Updates between two saves."""
-    lost_per_failure: float | None = None
-    """Mean seconds of training that a failure undoes."""
-    goodput: float | None = None
-    """Share of the time spent on new work, with the mean time between failures."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import msgspec
 from hvdtrain.adapters.save import Save
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.steps import checkpoint_interval
 from hvdtrain.steps.checkpoint_files import STATE_FILE, State
 from hvdtrain.steps.directory_lock import DirectoryLock
 from hvdtrain.steps.sharding import Position
@@ -70,10 +69,8 @@ class CheckpointManager:
         self.path: str | None = None
         self._saved: Any = None  # mark of the checkpoint at ``path``
         self._pending: PendingSave | None = None
-        self._due: int | None = None  # step of the next save with --checkpoint-every auto
-        self._every: int | None = None  # updates between saves
         self.saves = Saves()
-        self._last_saves = Saves()  # of these, those that are waited for
+        self._last: float | None = None  # seconds of the last save, which is waited for
         self._lock: DirectoryLock | None = None  # on rank 0
 
     def resume(self) -> TrainState:
@@ -204,10 +201,15 @@ class CheckpointManager:
             self._saved, self.path = mark, str(save)
         else:
             self._pending = PendingSave(save, mark, began)
-        seconds = time.monotonic() - began
-        self.saves = _with_save(self.saves, seconds)
+        seconds, saves = time.monotonic() - began, self.saves
+        self.saves = replace(
+            saves,
+            count=saves.count + 1,
+            stopped=saves.stopped + seconds,
+            longest=max(saves.longest, seconds),
+        )
         if last:
-            self._last_saves = _with_save(self._last_saves, seconds)
+            self._last = seconds
 
     def _check_lock(self) -> None:
         if self._lock:
@@ -222,59 +224,19 @@ class CheckpointManager:
     def is_due(self, step: int) -> bool:
         """Return whether to save after ``step`` updates, according to ``--checkpoint-every``."""
         every = self.options.checkpoint_every
-        if every != "auto":
-            self._every = every
-            return every is not None and step % every == 0
-        if self._due is None:
-            self._due = step - 1 + checkpoint_interval.FIRST
-        return step >= self._due
+        return every is not None and step % every == 0
 
-    def choose_next(self, step: int, step_seconds: float) -> None:
-        """Choose the step of the next save on rank 0, for all ranks, which must call it."""
-        if self.options.checkpoint_every == "auto" and self.saves.count and step_seconds:
-            interval = checkpoint_interval.best_interval(self._cost, self._between)
-            interval = max(interval, self.saves.longest)  # only one can be written at a time
-            chosen = max(1, round(interval / step_seconds))
-            (self._every, *_) = self.adapter.communicator.gather_json(chosen, int)
-            self._due = step + self._every
-
-    @property
-    def _cost(self) -> float:
-        """Mean seconds for which a save stops the training; the last counts only if alone."""
-        last = self._last_saves if self.saves.count > self._last_saves.count else Saves()
-        return (self.saves.stopped - last.stopped) / (self.saves.count - last.count)
-
-    @property
-    def _between(self) -> float:
-        """Mean seconds between failures."""
-        hours = checkpoint_interval.hours_between_failures(self.adapter.world.hosts)
-        return checkpoint_interval.HOUR * (self.options.mtbf or hours)
-
-    def figures(
-        self, steps_per_epoch: int, step_seconds: float | None, restart: float | None
-    ) -> Saves | None:
-        """Return the saves of this run, and what failures and saves cost in the mean.
-
-        Args:
-            steps_per_epoch: updates after which is saved anyway.
-            step_seconds: seconds of a step; None: unknown.
-            restart: seconds from the start to the first update; None: unknown.
-        """
-        if not self.saves.count:
+    def figures(self, steps_per_epoch: int) -> Saves | None:
+        """Return the saves of this run, with one at least after ``steps_per_epoch`` updates."""
+        saves, last = self.saves, self._last
+        if not saves.count:
             return None
-        every = min(self._every or steps_per_epoch, steps_per_epoch)
-        saves = replace(self.saves, cost=self._cost, every=every)
-        if not step_seconds:
-            return saves
-        mean = checkpoint_interval.failure_costs(
-            every * step_seconds,
-            cost=self._cost,
-            latency=max(self._cost, self.saves.longest),
-            restart=restart or 0.0,
-            between=self._between,
-        )
-        lost, goodput = mean.lost_seconds, mean.goodput
-        return replace(saves, lost_per_failure=lost, goodput=goodput)
+        if last is None or saves.count == 1:
+            cost = saves.stopped / saves.count
+        else:
+            cost = (saves.stopped - last) / (saves.count - 1)
+        every = min(self.options.checkpoint_every or steps_per_epoch, steps_per_epoch)
+        return replace(saves, cost=cost, every=every)
 
     def poll(self) -> None:
         """Complete the pending save if all ranks have written it; all call it after an update.
@@ -320,12 +282,6 @@ def train_state(state: State) -> TrainState:
                 f"{checkpoints.RESTART}"
             )
         ) from error
-
-
-def _with_save(saves: Saves, seconds: float) -> Saves:
-    """Return ``saves`` and one that has stopped the training for ``seconds``."""
-    longest = max(saves.longest, seconds)
-    return replace(saves, count=saves.count + 1, stopped=saves.stopped + seconds, longest=longest)
 
 
 def _mark(now: TrainState) -> tuple[Any, ...]:

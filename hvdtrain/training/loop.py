@@ -347,8 +347,6 @@ class TrainingLoop:
     def _save(self, *, last: bool = False) -> None:
         self._read_losses()
         self.checkpoints.save(self.now, self._finished(), last=last)  # step 7
-        if not last:
-            self.checkpoints.choose_next(self.now.step, self.clock.mean_recent())
 
     @contextlib.contextmanager
     def _saving_before_error(self) -> Iterator[None]:
@@ -386,11 +384,7 @@ class TrainingLoop:
             if ended_early and self.adapter.shards_state
             else self.task.parameter_norm(),
             steps_skipped=self.now.skipped or None,
-            saves=self.checkpoints.figures(
-                self.shards.steps_per_epoch,
-                summary.step_seconds_median,
-                summary.seconds_to_first_step,
-            ),
+            saves=self.checkpoints.figures(self.shards.steps_per_epoch),
             stopped=stopped,
             checkpoint=self.checkpoints.path,
             timeline=self.timeline.recorded,

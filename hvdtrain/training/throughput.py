@@ -142,13 +142,6 @@ class Clock:
             self.seconds[-1] += now - self._last
         self._last = now
 
-    def mean_recent(self) -> float:
-        """Return the mean seconds of the last hundred steps after the first; 0: there were none.
-
-        If a GPU is synchronized only once in several steps, that step takes the time of all.
-        """
-        return statistics.fmean(self.seconds[max(1, len(self.seconds) - 100) :] or [0.0])
-
     def longest_recent(self, steps: int) -> float:
         """Return the longest duration of ``steps`` steps, in seconds, by the last hundred.
 

@@ -25,7 +25,7 @@ from hvdtrain.system.output.tables import Table
 from hvdtrain.system.output.text import duration, number, printable, size
 
 TEMPLATE = Path(__file__).with_name("report.html")
-SECONDS = ("stopped", "waited", "cost", "longest", "lost_per_failure")  # of ``Saves``
+SECONDS = ("stopped", "waited", "cost", "longest")  # of ``Saves``
 FEW = 3  # maximum number of runs with separate sections
 
 Rows = list[tuple[str, str]]

@@ -9,12 +9,6 @@ from typing import Any
 
 from hvdtrain.commands.scaling import plot
 from hvdtrain.commands.scaling.cost_model import NOTABLE, Fit, Forecast, Parts
-from hvdtrain.commands.scaling.failures import (
-    RANKS,
-    failures_text,
-    measured_saves,
-    predict_failures,
-)
 from hvdtrain.commands.scaling.fit import LEAST_PART, UNKNOWN_ERROR, read_reductions
 from hvdtrain.commands.scaling.results import WIDEST, RankResult, Study, make_study, title
 from hvdtrain.commands.scaling.runs import (
@@ -71,16 +65,6 @@ def report(
         leave_out=options.leave_out,
     )
     data, sections = study_data(study), [study_text(study)]
-    if options.saves is not None:
-        saves = measured_saves(options.saves)
-        failures = predict_failures(
-            saves,
-            options.predict or RANKS,
-            ranks_per_host=options.ppn or max(run.per_host for run in runs),
-            host_hours=options.host_mtbf,
-        )
-        data["failures"] = [asdict(row) for row in failures]
-        sections.append(failures_text(failures, saves, options.host_mtbf))
     if folder is not None:
         data["files"] = [str(file) for file in write(study, folder)]
         if target := options.target:

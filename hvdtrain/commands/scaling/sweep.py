@@ -52,9 +52,8 @@ from hvdtrain.commands.submit.job import Job, add_job_options, job_of
 from hvdtrain.commands.submit.site import load_site
 from hvdtrain.commands.submit.submission import submit
 from hvdtrain.config.declare import option
-from hvdtrain.config.values import above_zero, counts, positive
+from hvdtrain.config.values import counts, positive
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.steps.checkpoint_interval import HOST_HOURS
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import plural
@@ -125,25 +124,10 @@ class ScalingOptions(StudyOptions):
         repeated=True,
     )
     predict: tuple[int, ...] = option(
-        (),
-        "numbers of ranks to predict (default: 16 ... 4096; for --saves 8 ... 4096)",
-        sizes,
-        metavar="N,N,...",
+        (), "numbers of ranks to predict (default: 16 ... 4096)", sizes, metavar="N,N,..."
     )
     leave_out: int | None = option(
         None, "size to exclude from the fit and compare with the prediction", positive
-    )
-    saves: Path | None = option(
-        None,
-        "summary of a training with checkpoints, to predict what failures cost on more ranks",
-        Path,
-        metavar="FILE",
-    )
-    host_mtbf: float = option(
-        HOST_HOURS,
-        "mean time between failures of one host, for --saves",
-        above_zero,
-        metavar="HOURS",
     )
 
     @property

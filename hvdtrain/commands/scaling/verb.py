@@ -17,7 +17,7 @@ from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
 # Options for numbers of ranks, without a meaning for batch sizes.
-OF_RANKS = ("weak", "strong", "allreduce", "predict", "leave_out", "saves")
+OF_RANKS = ("weak", "strong", "allreduce", "predict", "leave_out")
 EPILOG = f"""example:
   hvdtrain scaling --ranks 1,2,4,8 -- python -m hvdtrain.resnet --num-steps 20
   hvdtrain scaling --ranks 1,2,4 --strong -- \\

@@ -64,7 +64,7 @@ def test_the_figures_of_saves_in_the_background(
     manager.save(TrainState(step=2), None)
     assert manager.saves.waited > SLOW / 2
     manager.save(TrainState(step=3), "finished", last=True)
-    figures = manager.figures(steps_per_epoch=10, step_seconds=0.1, restart=1.0)
+    figures = manager.figures(steps_per_epoch=10)
     assert figures and figures.count == 3 and figures.waited == manager.saves.waited
     assert figures.stopped >= figures.waited and figures.longest >= 2 * SLOW
     assert [path.name[-1] for path in sorted(tmp_path.glob("step-*"))] == ["1", "2", "3"]

@@ -120,7 +120,7 @@ def test_a_resumed_training_within_the_window(tmp_path: Path) -> None:
 def test_a_repeated_update_has_its_number_again(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.update(2)
-    run.window.enter(3)  # which fails, and is rolled back by two
+    run.window.enter(3)  # which fails, and two are repeated
     for step in (1, 2, 3):
         run.update(step)
     spans = [word for word in run.done if word.strip("<>").isdigit()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from hvdtrain.commands.scaling.report import fit_text, report, study_text
 from hvdtrain.commands.scaling.results import WIDEST, Study, make_study, summarize
 from hvdtrain.commands.scaling.runs import LINES, MeasuredRun, append_line
 from hvdtrain.commands.scaling.sweep import ScalingOptions
-from hvdtrain.steps.checkpoint_interval import HOST_HOURS
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.text import number
@@ -117,6 +115,7 @@ def test_the_tutorials_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--from", "x", "--", "python"], "remove --ranks, --batches and the command"),
         (["--ranks", "1,2"], "missing command"),
         (["--dry-run"], "missing command"),
+        (["--saves", "s.json"], "--saves: removed in 0.2.0; choose --checkpoint-every by"),
         (["--", "python"], "--ranks is required"),
         (["--ranks", "1", "--timeout", "0", "--", "python"], "--timeout: 0 is not"),
         (["--out", "nowhere"], "no results in nowhere"),
@@ -367,60 +366,3 @@ def test_a_target_without_evaluations_is_reported(
 ) -> None:
     message = refused("scaling", "--out", str(evaluated), "--target", "map=0.5")
     assert f"no run in {evaluated} has an evaluation with this metric" in message
-
-
-def saves_summary(tmp_path: Path, **saves: float) -> str:
-    file = tmp_path / "summary.json"
-    file.write_text(json.dumps({"seconds_to_first_step": 60.0, "saves": saves}))
-    return str(file)
-
-
-def test_what_failures_cost_on_more_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saves = saves_summary(tmp_path, count=4, stopped=9.0, cost=2.0, longest=30.0)
-    words = ["scaling", "--from", table(tmp_path), "--saves", saves, "--ppn", "4", "--json"]
-    assert cli.main(words) == 0
-    rows = json.loads(capsys.readouterr().out)["failures"]
-    assert [row["ranks"] for row in rows] == [2**power for power in range(3, 13)]
-    assert [row["hosts"] for row in rows] == [2**power for power in range(1, 11)]
-    for row in rows:
-        between = HOST_HOURS / row["hosts"]
-        assert row["hours_between_failures"] == pytest.approx(between)
-        # Young's interval (1974), to first order Daly's, and its loss: what a save costs, half an
-        # interval, the time until a save is complete, and a restart.
-        interval, seconds = math.sqrt(2 * 2.0 * between * 3600), between * 3600
-        assert row["interval_seconds"] == pytest.approx(interval, rel=0.01)
-        assert row["lost_seconds"] == pytest.approx(interval / 2 + 28, rel=0.01)
-        lost = 2.0 / interval + (interval / 2 + 28 + 60) / seconds
-        assert 1 - row["goodput"] == pytest.approx(lost, rel=0.05)
-
-
-def test_failures_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saves = saves_summary(tmp_path, count=1, stopped=2.0, cost=2.0, longest=2.0)
-    words = ["scaling", "--from", table(tmp_path), "--saves", saves]
-    assert cli.main([*words, "--predict", "16", "--host-mtbf", "16"]) == 0
-    text = capsys.readouterr().out
-    assert "mean time between failures of 16 hours per host" in " ".join(text.split())
-    # On one host with 8 ranks: 8 h between failures of two hosts.
-    assert text.splitlines()[-1].split() == ["16", "2", "8.00", "5.63", "2.82", "98.62", "%"]
-
-
-def test_a_save_begins_when_the_one_before_is_complete(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saves = saves_summary(tmp_path, count=4, stopped=1.0, cost=0.02, longest=60.0)
-    words = ["scaling", "--from", table(tmp_path), "--saves", saves, "--json"]
-    assert cli.main([*words, "--predict", "4096"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["failures"]
-    assert row["interval_seconds"] == 60.0  # not the 42 s of Daly
-
-
-@pytest.mark.parametrize("content", ["{}", '{"saves": {"count": 0}}', '{"saves": null}'])
-def test_a_summary_without_saves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
-) -> None:
-    file = tmp_path / "summary.json"
-    file.write_text(content)
-    assert cli.main(["scaling", "--from", table(tmp_path), "--saves", str(file)]) == 2
-    assert "that training saved no checkpoint" in capsys.readouterr().err
