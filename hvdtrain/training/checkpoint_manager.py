@@ -22,7 +22,7 @@ from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.tasks.task import LossScale
 from hvdtrain.training.checks import SHOWN
 from hvdtrain.training.plan import Session, training_origin
-from hvdtrain.training.tracking import new_training_id
+from hvdtrain.training.trackers import new_training_id
 
 
 @dataclass
@@ -227,7 +227,7 @@ class CheckpointManager:
         return every is not None and step % every == 0
 
     def figures(self, steps_per_epoch: int) -> Saves | None:
-        """Return the saves of this run, with one at least after ``steps_per_epoch`` updates."""
+        """Return the saves of this run; one follows each ``steps_per_epoch`` updates anyway."""
         saves, last = self.saves, self._last
         if not saves.count:
             return None

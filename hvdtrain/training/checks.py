@@ -27,7 +27,7 @@ from hvdtrain.system.runtime.detect import LaunchInfo
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.tasks.task import Task, Workload
 from hvdtrain.training.plan import TrainingPlan, evaluation_origin, make_plan, training_origin
-from hvdtrain.training.tracking import check_trackers
+from hvdtrain.training.trackers import check_trackers
 
 SHOWN = 12  # digits of a digest
 # Options that only rank 0 uses, or that do not affect results.

@@ -26,8 +26,7 @@ from hvdtrain.system.output.tables import summary_table
 from hvdtrain.system.runtime import terminal
 from hvdtrain.training.plan import Session
 from hvdtrain.training.summary import loss_text
-from hvdtrain.training.trackers import Figures
-from hvdtrain.training.tracking import Trackers, open_trackers
+from hvdtrain.training.trackers import Figures, Trackers, open_trackers
 
 TRAINING, EVALUATING = "training", "evaluating"  # tasks of the bar, of which one is visible
 PLAIN_SECONDS = 5.0  # between two lines if the output is no terminal
@@ -118,7 +117,7 @@ class Progress:
         self._lines = _output(options.metrics, "--metrics")
         self._summary = _output(options.summary, "--summary")
         self._predictions = _output(options.predict, "--predict")
-        self._trackers = trackers or Trackers()
+        self._trackers = trackers or Trackers({})
         self._bar: Bar | None = None
         self._pieces: dict[str, TaskID] = {}
         self._loss, self._rate = "-", f"- {unit}/s"
@@ -294,7 +293,7 @@ def progress_of(session: Session, training_id: str = "", step: int = 0) -> Progr
     A training that is resumed has done ``step`` updates; see ``open_trackers``.
 
     Raises:
-        UsageError: on every rank: a file cannot be written, or a tracker cannot be started.
+        UsageError: on every rank: a file cannot be written, or a tracker is not installed.
     """
     writes = session.adapter.world.is_writer
     return session.adapter.communicator.together(
