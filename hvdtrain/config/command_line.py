@@ -21,25 +21,6 @@ from hvdtrain.system.files import check_working_directory
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.settings import Setting, read_settings
 
-_PIPELINE = (
-    "use --strategy fsdp for a model that does not fit on one device; homework/model_parallel.py "
-    "is the lesson in model parallelism"
-)
-# Options and values of options that were removed: what to use instead.
-REMOVED = {
-    "--autotune": "set HOROVOD_AUTOTUNE=1",
-    "--cycle-time-ms": "set HOROVOD_CYCLE_TIME (ms)",
-    "--fusion-threshold-mb": "set HOROVOD_FUSION_THRESHOLD (bytes)",
-    "--hierarchical-allreduce": "set HOROVOD_HIERARCHICAL_ALLREDUCE=1",
-    "--local-rank": "use torchrun, which sets LOCAL_RANK",
-    "--micro-batches": _PIPELINE,
-    "--mtbf": "set --checkpoint-every by Young's formula (docs/training.md)",
-    "--on-nan rollback": "use stop and resume, or skip",
-    "--reduction": "for Adasum use Horovod's own DistributedOptimizer(op=hvd.Adasum)",
-    "--stages": _PIPELINE,
-    "--strategy pipeline": _PIPELINE,
-}
-
 
 class Parser(CommandParser):
     """Parser of a program that every rank runs; rank 0 prints the help."""
@@ -48,17 +29,6 @@ class Parser(CommandParser):
     def print_help(self, file: Any = None) -> None:
         if detect(os.environ).is_root:
             super().print_help(file)
-
-    @override
-    def _unknown(self, word: str) -> str:
-        name = word.partition("=")[0]
-        return f"{name} was removed: {REMOVED[name]}" if name in REMOVED else super()._unknown(word)
-
-    @override
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if remedy := REMOVED.get(f"{action.option_strings[0]} {value}"):
-            raise argparse.ArgumentError(action, f"{value} was removed: {remedy}")
-        super()._check_value(action, value)
 
 
 def build_parser(

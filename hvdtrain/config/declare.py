@@ -32,9 +32,25 @@ PLAIN_TYPES = {int: "a whole number", float: "a number"}
 MISSING = "the following arguments are required: "  # argparse's message
 LISTS = (counts, numbers, ranks)  # kinds of options that accept several words
 BY_FORMULA = "choose --checkpoint-every by the formula in docs/training.md"
-# Options of earlier versions, those of a command with its name, and what to use instead.
+NO_PIPELINE = (
+    "use --strategy fsdp for a model that does not fit on one device; homework/model_parallel.py "
+    "is the lesson in model parallelism"
+)
+# Options of earlier versions and values of options, those of a verb with its name: what to use
+# instead.
 REMOVED: Mapping[str, str] = {
+    "--autotune": "set HOROVOD_AUTOTUNE=1",
+    "--checkpoint-every auto": "choose a number by the formula in docs/training.md",
+    "--cycle-time-ms": "set HOROVOD_CYCLE_TIME (ms)",
+    "--fusion-threshold-mb": "set HOROVOD_FUSION_THRESHOLD (bytes)",
+    "--hierarchical-allreduce": "set HOROVOD_HIERARCHICAL_ALLREDUCE=1",
+    "--local-rank": "use torchrun, which sets LOCAL_RANK",
+    "--micro-batches": NO_PIPELINE,
     "--mtbf": BY_FORMULA,
+    "--on-nan rollback": "use stop and resume, or skip",
+    "--reduction": "for Adasum use Horovod's own DistributedOptimizer(op=hvd.Adasum)",
+    "--stages": NO_PIPELINE,
+    "--strategy pipeline": NO_PIPELINE,
     "scaling --host-mtbf": BY_FORMULA,
     "scaling --saves": BY_FORMULA,
 }
@@ -190,7 +206,7 @@ class CommandParser(argparse.ArgumentParser):
             return f"{word[:SHOWN]!r} is not expected here; see {self.prog} --help"
         verb = self.prog.partition("hvdtrain ")[2]
         if remedy := REMOVED.get(f"{verb} {name}".strip()):
-            return f"{name}: removed in 0.2.0; {remedy}"
+            return f"{name} was removed: {remedy}"
         known = [name for action in self._actions for name in action.option_strings]
         near = nearest(name, known)
         hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
@@ -204,6 +220,8 @@ class CommandParser(argparse.ArgumentParser):
 
     @override
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if remedy := REMOVED.get(f"{'/'.join(action.option_strings)} {arg_string}"):
+            raise argparse.ArgumentError(action, f"{arg_string} was removed: {remedy}")
         kind = self._registry_get("type", action.type, action.type)
         try:
             return kind(arg_string)

@@ -115,7 +115,7 @@ def test_the_tutorials_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--from", "x", "--", "python"], "remove --ranks, --batches and the command"),
         (["--ranks", "1,2"], "missing command"),
         (["--dry-run"], "missing command"),
-        (["--saves", "s.json"], "--saves: removed in 0.2.0; choose --checkpoint-every by"),
+        (["--saves", "s.json"], "--saves was removed: choose --checkpoint-every by"),
         (["--", "python"], "--ranks is required"),
         (["--ranks", "1", "--timeout", "0", "--", "python"], "--timeout: 0 is not"),
         (["--out", "nowhere"], "no results in nowhere"),
