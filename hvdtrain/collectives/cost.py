@@ -3,12 +3,10 @@
     seconds = latency * hops + bytes * volume / bandwidth
 
 Hops are sequential messages, volume is the data sent by a rank in units of the message size. For an
-allreduce over p ranks, with m the largest power of two <= p:
+allreduce over p ranks:
 
-    ring                hops 2 (p - 1)       volume 2 (p - 1) / p
-    tree                hops 2 ceil(log2 p)  volume 2 (p - 1) / p
-    recursive doubling  hops log2 m          volume log2 m           } each 2 more
-    Rabenseifner        hops 2 log2 m        volume 2 (m - 1) / m    } where m is not p
+    ring  hops 2 (p - 1)       volume 2 (p - 1) / p
+    tree  hops 2 ceil(log2 p)  volume 2 (p - 1) / p
 
 The tree is the cost in a good library: Rabenseifner's algorithm without the two transfers for ranks
 beyond a power of two.
@@ -42,46 +40,13 @@ def least_volume(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def power_below(ranks: int) -> int:
-    """Return the largest power of two <= ``ranks``."""
-    return 1 << (ranks.bit_length() - 1)
-
-
-def _folding(ranks: int) -> int:
-    """Return hops, equal to the volume, for ranks beyond a power of two."""
-    return 0 if power_below(ranks) == ranks else 2
-
-
-def _doublings(ranks: int) -> int:
-    return power_below(ranks).bit_length() - 1
-
-
 RING = Law("ring", lambda ranks: 2.0 * (ranks - 1), least_volume)
 TREE = Law("tree", lambda ranks: 2.0 * math.ceil(math.log2(ranks)), least_volume)
-RECURSIVE_DOUBLING = Law(
-    "recursive doubling",
-    lambda ranks: _doublings(ranks) + _folding(ranks),
-    lambda ranks: _doublings(ranks) + _folding(ranks),
-)
-RABENSEIFNER = Law(
-    "Rabenseifner",
-    lambda ranks: 2 * _doublings(ranks) + _folding(ranks),
-    lambda ranks: least_volume(power_below(ranks)) + _folding(ranks),
-)
-
-
-@dataclass(frozen=True)
-class Message:
-    """A measurement: ``hops`` sequential messages, with ``nbytes`` sent by a rank in total."""
-
-    hops: float
-    nbytes: float
-    seconds: float
 
 
 @dataclass(frozen=True)
 class Link:
-    """Latency and bandwidth of the connection between ranks."""
+    """Latency and bandwidth of a collective."""
 
     latency: float  # seconds of an empty message
     transfer: float  # seconds per byte
@@ -91,20 +56,19 @@ class Link:
         """Return bytes per second; infinite if time does not depend on size."""
         return 1 / self.transfer if self.transfer else math.inf
 
-    def seconds(self, law: Law, ranks: int, nbytes: float) -> float:
-        """Return the time of an allreduce of ``nbytes`` by the algorithm of ``law``."""
-        return self.latency * law.hops(ranks) + self.transfer * law.volume(ranks) * nbytes
 
-
-def fit(messages: Sequence[Message]) -> Link:
+def fit(times: Sequence[tuple[int, float]]) -> Link:
     """Fit latency and bandwidth by non-negative least squares of relative errors.
 
     With absolute errors only the largest message would be significant.
+
+    Args:
+        times: message sizes in bytes, and seconds.
     """
-    rows = [[sent.hops / sent.seconds, sent.nbytes / sent.seconds] for sent in messages]
+    rows = [[1 / seconds, nbytes / seconds] for nbytes, seconds in times]
     # Scaled, as seconds per byte are a millionth of seconds per message.
     largest = [max(column) or 1.0 for column in zip(*rows, strict=True)]
-    scaled = [[hops / largest[0], sent / largest[1]] for hops, sent in rows]
+    scaled = [[one / largest[0], sent / largest[1]] for one, sent in rows]
     shares = _non_negative_shares(scaled)
     # A ten-thousandth of every time is not significant.
     latency, transfer = (share if share > LEAST_SHARE else 0.0 for share in shares)

@@ -19,28 +19,6 @@ SPIN = 0.001  # seconds of polling; most waits are shorter
 NAP = 0.001  # seconds between tests afterwards
 
 
-def wait(request: MPI.Request, status: MPI.Status | None = None) -> None:
-    """Wait and sleep, as MPI's own waits poll on a core that other ranks may need."""
-    spun = time.perf_counter() + SPIN
-    while not request.Test(status):
-        if time.perf_counter() > spun:
-            time.sleep(NAP)
-
-
-def wait_for_all(world: MPI.Comm) -> None:
-    """Barrier that sleeps; see ``wait``."""
-    wait(world.Ibarrier())
-
-
-def gather_bytes(world: MPI.Comm, data: bytes) -> list[bytes]:
-    """Return the bytes of all ranks of ``world``; mpi4py's ``allgather`` would unpickle them."""
-    lengths = np.empty(world.size, np.int64)
-    world.Allgather(np.array([len(data)]), lengths)
-    joined = np.empty(lengths.sum(), np.uint8)
-    world.Allgatherv(np.frombuffer(data, np.uint8), (joined, lengths))
-    return split(joined.tobytes(), lengths.tolist())
-
-
 class Mpi4py(Communicator):
     """All ranks of ``MPI.COMM_WORLD``."""
 
@@ -55,11 +33,21 @@ class Mpi4py(Communicator):
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
-        return gather_bytes(self.world, data)
+        # mpi4py's `allgather` would unpickle them.
+        lengths = np.empty(self.size, np.int64)
+        self.world.Allgather(np.array([len(data)]), lengths)
+        joined = np.empty(lengths.sum(), np.uint8)
+        self.world.Allgatherv(np.frombuffer(data, np.uint8), (joined, lengths))
+        return split(joined.tobytes(), lengths.tolist())
 
     @override
     def wait_for_all(self) -> None:
-        wait_for_all(self.world)
+        # MPI's own barrier would poll on a core that other ranks may need.
+        barrier = self.world.Ibarrier()
+        spun = time.perf_counter() + SPIN
+        while not barrier.Test():
+            if time.perf_counter() > spun:
+                time.sleep(NAP)
 
     @override
     def broadcast(self, data: Bytes) -> Bytes:

@@ -51,6 +51,7 @@ REMOVED: Mapping[str, str] = {
     "--reduction": "for Adasum use Horovod's own DistributedOptimizer(op=hvd.Adasum)",
     "--stages": NO_PIPELINE,
     "--strategy pipeline": NO_PIPELINE,
+    "--study": "docs/collectives.md compares allreduce algorithms, a job for each",
     "scaling --host-mtbf": BY_FORMULA,
     "scaling --saves": BY_FORMULA,
 }

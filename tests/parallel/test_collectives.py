@@ -67,7 +67,7 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
     "program",
     [
         "hvdtrain.collectives",
-        "hvdtrain.collectives --study --sizes=4 --seconds=0.001 --gradient-mb=0.01",
+        "hvdtrain.collectives --time --libraries=mpi4py --sizes=4 --seconds=0.001",
         "hvdtrain.commands.doctor.rank_report",
         "hvdtrain.mnist --strategy=mpi --num-steps=2 --quiet",
     ],
@@ -80,8 +80,11 @@ def test_no_rank_unpickles_what_mpi_brings(program: str) -> None:
 def test_times_of_each_library(tmp_path: Path) -> None:
     file = tmp_path / "times.json"
     words = ("hvdtrain.collectives", "--time", "--json", "--sizes=4,65536", "--seconds=0.001")
-    outcome = resident.ranks(2, *TO_FILE, str(file), *words)
+    files = ("--html", str(tmp_path / "times.html"), "--plot", str(tmp_path / "times"))
+    outcome = resident.ranks(2, *TO_FILE, str(file), *words, *files)
     assert outcome.code == 0, outcome.err
+    assert (tmp_path / "times.png").stat().st_size > 10_000
+    assert "data:image/svg+xml;base64," in (tmp_path / "times.html").read_text()
     report = json.loads(file.read_text())
     assert (report["ranks"], report["hosts"]) == (2, 1)
     assert list(report["backends"]) == ["mpi4py", "horovod", "gloo", "nccl"]
@@ -104,16 +107,8 @@ def test_a_library_that_fails_in_the_middle_is_a_row() -> None:
     assert failure["reason"].startswith("rank ")
 
 
-def test_allreduce_algorithms_at_1_to_5_ranks() -> None:
-    outcome = ranks(5, SCRIPT, "algorithms")
-    assert outcome.code == 0, outcome.err[-3000:]
-    assert sorted(outcome.out.splitlines()) == [f"rank {rank} is right" for rank in range(5)]
-
-
 @pytest.mark.parametrize(("number", "total"), [(1, 1.0), (3, 0.0)])
-def test_horovod_and_mpi_sum_as_the_variables_of_the_study_select(
-    number: int, total: float
-) -> None:
+def test_horovod_and_mpi_sum_by_the_algorithm_of_the_variables(number: int, total: float) -> None:
     """Linear, ((d + c) + b) + a; recursive doubling, (a + b) + (c + d)."""
     variables = {
         "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
@@ -124,47 +119,12 @@ def test_horovod_and_mpi_sum_as_the_variables_of_the_study_select(
     assert outcome.out.splitlines() == [str([[total], [total]])]
 
 
-def test_the_study(tmp_path: Path) -> None:
-    sizes = ("--sizes=4,4096", "--gradient-mb=0.02", "--seconds=0.001")
-    files = ("--html", str(tmp_path / "study.html"), "--plot", str(tmp_path / "study"))
-    study = ("hvdtrain.collectives", "--study", "--json", *sizes, *files)
-    outcome = ranks(3, *TO_FILE, str(tmp_path / "study.json"), *study)
-    assert outcome.code == 0, outcome.err
-    report = json.loads((tmp_path / "study.json").read_text())
-    assert (report["ranks"], report["hosts"], report["notes"]) == (3, 1, [])
-    cells = {(row["ranks"], row["bytes"], row["algorithm"]) for row in report["rows"]}
-    names = report["algorithms"]
-    assert len(names) == 11 and names["ring"]["variables"] == {
-        "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
-        "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
-    }
-    assert cells == {
-        (n, size, name) for n in (2, 3) for size in (4, 4096, 20_000) for name in names
-    }
-    for row in report["rows"]:
-        assert row["repeats"] >= 5
-        assert 0 < row["seconds_min"] <= row["seconds"] <= row["seconds_max"]
-        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
-    assert len(report["best"]) == 6
-    for best in report["best"]:
-        ratios = [
-            (row["ratio"], row["algorithm"])
-            for row in report["rows"]
-            if (row["ranks"], row["bytes"]) == (best["ranks"], best["bytes"])
-        ]
-        assert (best["ratio"], best["algorithm"]) == min(ratios)
-    assert (tmp_path / "study.png").stat().st_size > 10_000
-    assert "data:image/svg+xml;base64," in (tmp_path / "study.html").read_text()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--library=gloo", "--library: no such option; did you mean --libraries?"),
-        ("--sizes=4", "--sizes needs --time or --study"),
+        ("--sizes=4", "--sizes needs --time"),
         ("--time --sizes=2", "--sizes: 2 bytes: must be at least 4"),
-        ("--time --gradient-mb=5", "--gradient-mb needs --study"),
-        ("--study --ranks=4", "--ranks 4: the job has 2; mpirun -n 4"),
         ("--time --libraries=smoke", "--libraries smoke: choose of mpi4py, "),
         ("--html /dev/null/page.html", "--html /dev/null/page.html: "),
     ],

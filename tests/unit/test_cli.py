@@ -125,7 +125,7 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("scaling --ranks 1,2 -- python -m hvdtrain.train own.py --acc", "--accumulate-steps"),
         ("submit -- python -m hvdtrain.ssd300 --backb", "--backbone-path"),
         ("launch -n 2 -- python -m hvdtrain.pi --sa", "--samples"),
-        ("launch -n 2 -- python -m hvdtrain.collectives --gra", "--gradient-mb"),
+        ("launch -n 2 -- python -m hvdtrain.collectives --lib", "--libraries"),
         ("launch -n 2 -- python -m other --ep", ""),
     ],
 )

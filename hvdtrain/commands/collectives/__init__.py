@@ -1,1 +1,1 @@
-"""``python -m hvdtrain.collectives``: demonstrate, time and study collectives."""
+"""``python -m hvdtrain.collectives``: demonstrate and time collectives."""

@@ -22,7 +22,7 @@ from hvdtrain.system.files import check_writable
 from hvdtrain.system.machine import mpi_library
 from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.output.text import page, plural
-from hvdtrain.system.runtime.tuning import MPI_VARIABLES, keep_freed_memory, set_defaults
+from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.mpi4py import Mpi4py
@@ -30,20 +30,16 @@ if TYPE_CHECKING:
 
 USAGE = """
   mpirun -n N python -m hvdtrain.collectives [--json] [--html FILE]
-  mpirun -n N python -m hvdtrain.collectives --time [options]
-  mpirun -n N python -m hvdtrain.collectives --study [options]"""
+  mpirun -n N python -m hvdtrain.collectives --time [options]"""
 EXAMPLE = f"""\
 examples:
   mpirun -n 3 python -m hvdtrain.collectives
   mpirun -n 4 python -m hvdtrain.collectives --html lesson.html
   mpirun -n 4 python -m hvdtrain.collectives --time \\
       --collectives allreduce,broadcast
-  mpirun -n 4 python -m hvdtrain.collectives --study --gradient-mb 45 \\
-      --html study.html
 
 {page("collectives")} explains the output."""
 TEMPLATE = Path(__file__).with_name("page.html")
-TIME, STUDY = ("time",), ("study",)  # switches of which an option needs one
 
 
 def message_sizes(text: str) -> tuple[int, ...]:
@@ -54,22 +50,9 @@ def message_sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def rank_counts(text: str) -> tuple[int, ...]:
-    """Read ascending numbers of ranks."""
-    ranks = tuple(sorted(set(counts(text))))
-    if ranks[0] < 2:
-        raise ValueError("must be at least 2 ranks")
-    return ranks
-
-
-def megabytes(text: str) -> int:
-    """Read a number of megabytes (10^6 bytes) as bytes."""
-    return round(1e6 * above_zero(text))
-
-
 @dataclass(frozen=True)
 class MeasurementOptions:
-    """Options of ``--time`` and ``--study``."""
+    """Options of ``--time``."""
 
     sizes: tuple[int, ...] = option(
         (),
@@ -79,10 +62,7 @@ class MeasurementOptions:
         group="measurement options",
     )
     seconds: float = option(
-        0.0,
-        "seconds per size and collective (default: 0.1), or per size in a study (default: 1)",
-        above_zero,
-        metavar="S",
+        0.0, "seconds per size and collective (default: 0.1)", above_zero, metavar="S"
     )
     collectives: tuple[str, ...] = option(
         (), "collectives to time (default: all)", names, metavar="NAME,..."
@@ -90,16 +70,7 @@ class MeasurementOptions:
     libraries: tuple[str, ...] = option(
         (), "mpi4py, horovod, gloo, nccl (default: all)", names, metavar="NAME,..."
     )
-    ranks: tuple[int, ...] = option(
-        (), "numbers of ranks to study (default: 2, 4, 8 ... and all)", rank_counts, metavar="N,..."
-    )
-    gradient_mb: int = option(
-        0, "gradient size to study (default: 102, ResNet-50)", megabytes, metavar="MB"
-    )
     plot: Path | None = option(None, "write a plot to STEM.png and STEM.pdf", Path, metavar="STEM")
-
-
-NEEDS = {"collectives": TIME, "libraries": TIME, "ranks": STUDY, "gradient_mb": STUDY}
 
 
 @dataclass(frozen=True)
@@ -118,21 +89,15 @@ def build_parser() -> Parser:
         prog="python -m hvdtrain.collectives",
         usage=USAGE,
         description="Demonstrate collectives: the data of every rank before and after each.\n"
-        "With --time measure their duration, with --study compare allreduce algorithms.",
+        "With --time measure their duration.",
         epilog=EXAMPLE,
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="HTML file for a page with diagrams"
     )
-    mode = parser.add_argument_group("measurements").add_mutually_exclusive_group()
-    mode.add_argument(
+    parser.add_argument(
         "--time", action="store_true", help="time each collective by message size and library"
-    )
-    mode.add_argument(
-        "--study",
-        action="store_true",
-        help="compare allreduce algorithms by message size and number of ranks",
     )
     add_options(parser, MeasurementOptions)
     return parser
@@ -146,10 +111,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """
     options = build_parser().read(arguments)
     for field in declared(MeasurementOptions):
-        switches = NEEDS.get(field.name, TIME + STUDY)
-        if getattr(options, field.name) and not any(getattr(options, name) for name in switches):
-            name, needed = field.name.replace("_", "-"), " or --".join(switches)
-            raise UsageError(f"--{name} needs --{needed}")
+        if getattr(options, field.name) and not options.time:
+            raise UsageError(f"--{field.name} needs --time")
     return options
 
 
@@ -165,10 +128,7 @@ def main() -> int:
         for strategy in STRATEGIES.values():
             set_defaults(strategy.variables(os.environ, short_steps=False))
     ranks = connect()
-    if options.time:
-        result = measure_time(ranks, options)
-    else:
-        result = study_allreduce(ranks, options) if options.study else show_lesson(ranks)
+    result = measure_time(ranks, options) if options.time else show_lesson(ranks)
     ranks.on_root(lambda: publish(result, options, ranks.size))
     return EXIT_OK
 
@@ -218,38 +178,6 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput:
         asdict(times),
         partial(report.time_section, times),
         partial(report.time_figure, times),
-    )
-
-
-def study_allreduce(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput:
-    """Compare allreduce algorithms; all ranks together.
-
-    Raises:
-        UsageError: more ranks are requested than the job has, or it has one.
-        HvdtrainError: an algorithm gives a wrong sum.
-    """
-    from hvdtrain.commands.collectives import report, study
-
-    if ranks.size < 2:
-        raise UsageError("--study needs 2 ranks or more: mpirun -n 4")
-    numbers = options.ranks or study.rank_counts(ranks.size)
-    if numbers[-1] > ranks.size:
-        raise UsageError(
-            f"--ranks {numbers[-1]}: the job has {ranks.size}; mpirun -n {numbers[-1]}"
-        )
-    keep_freed_memory()  # hvdtrain's algorithms allocate a buffer in each call
-    measured = study.measure(
-        ranks.world,
-        numbers,
-        options.sizes or study.SIZES,
-        options.gradient_mb or study.GRADIENT,
-        options.seconds or study.SECONDS,
-    )
-    return ProgramOutput(
-        report.study_text(measured) if ranks.is_root else "",  # the rows are on rank 0
-        asdict(measured),
-        partial(report.study_section, measured),
-        partial(report.study_figure, measured),
     )
 
 

@@ -1,12 +1,10 @@
-"""Tables and plots of ``--time`` and ``--study``, and the possible saving for a training."""
+"""Tables and plots of ``--time``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.collectives.cost import RABENSEIFNER, RECURSIVE_DOUBLING, RING, Link
-from hvdtrain.commands.collectives.algorithms import MPI_CHOICE, OPEN_MPI, OWN, AllreduceStudy
 from hvdtrain.commands.collectives.timing import BACKENDS, JobTimes, LibraryTimes
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.output import plots
@@ -22,11 +20,6 @@ NAMES = {
 }
 COLUMNS = 3  # panels of timings side by side
 PANEL = 3.4, 2.9  # inches
-MANY = (16, 64, 256, 1024, 4096)  # ranks in the estimate
-SMALL = 16 * 2**10  # bytes of the estimate in addition to the gradients
-
-
-# Times of the collectives of each library
 
 
 def time_text(times: JobTimes) -> str:
@@ -161,141 +154,3 @@ def _compared(times: Sequence[float]) -> list[str]:
         ratio = seconds / times[0]
         shown.append(f"{duration(seconds)} ({ratio:.{2 if ratio < 10 else 0}f}x)")
     return shown
-
-
-# The study of allreduce algorithms
-
-
-def study_text(study: AllreduceStudy) -> str:
-    """Return the tables with their titles, then the verdict."""
-    parts = [message(headline(study)), *(table.text for table in study_tables(study))]
-    return "\n\n".join([*parts, "\n".join(map(message, verdict(study)))])
-
-
-def study_section(study: AllreduceStudy) -> Section:
-    """Return the section of the page."""
-    plot = plots.inline(study_figure(study))
-    notes = [headline(study), *verdict(study)]
-    return Section("Allreduce algorithms", notes, plot, study_tables(study))
-
-
-def headline(study: AllreduceStudy) -> str:
-    """Return numbers of ranks, hosts and cores as text."""
-    job = f"{plural(study.ranks, 'rank')} on {plural(study.hosts, 'host')}"
-    line = f"allreduce, {job} with {plural(study.cores, 'core')} in total"
-    if study.ranks > study.cores:
-        line += ": oversubscribed, so times depend on the cores, not on the links"
-    return line
-
-
-def study_tables(study: AllreduceStudy) -> list[TitledTable]:
-    """Return the best algorithms, ratios for each number of ranks, and the estimates."""
-    tables = [_best_table(study), *(_ratio_table(study, ranks) for ranks in study.counts)]
-    link = study.link
-    if link and link.bytes_per_second:
-        model = Link(link.latency_seconds, 1 / link.bytes_per_second)
-        tables += [_estimate_table(study, model, size) for size in (SMALL, study.gradient_bytes)]
-    return tables
-
-
-def verdict(study: AllreduceStudy) -> list[str]:
-    """Return the saving per step by the best selectable algorithm, for each number of ranks."""
-    gradients = _message(study, study.gradient_bytes)
-    lines = []
-    for ranks in study.counts:
-        rows = study.rows_of(ranks, study.gradient_bytes)
-        usual = rows[MPI_CHOICE].seconds
-        selectable = [rows[name] for name in study.names(OPEN_MPI)]
-        first = min(selectable, key=lambda row: row.ratio, default=None)
-        line = f"{plural(ranks, 'rank')}: gradients of {gradients} take {duration(usual)}."
-        if first and first.ratio_high < 1:
-            words = study.algorithms[first.algorithm].variables.items()
-            line += (
-                f" With {first.algorithm} MPI takes {first.ratio:.2f} of that, saving up to "
-                f"{duration(usual * (1 - first.ratio))} per step: "
-                + " ".join(f"{name}={value}" for name, value in words)
-            )
-        else:
-            line += " No selectable algorithm is faster than MPI's choice."
-        lines.append(line)
-    return [*lines, *study.notes]
-
-
-def study_figure(study: AllreduceStudy) -> Any:
-    """Return the ratios over size as a matplotlib figure.
-
-    A column of panels per number of ranks: Open MPI's algorithms above, hvdtrain's below.
-    """
-    from matplotlib import pyplot as plt
-
-    plots.style()
-    counts = study.counts
-    origins = [origin for origin in (OPEN_MPI, OWN) if study.names(origin)]
-    wide, high = PANEL[0] * len(counts), (PANEL[1] + 0.1) * len(origins) + 0.6
-    figure, axes = plt.subplots(
-        len(origins), len(counts), figsize=(wide, high), squeeze=False, sharex=True, sharey="row"
-    )
-    for line, origin in zip(axes, origins, strict=True):
-        for panel, ranks in zip(line, counts, strict=True):
-            _draw_ratios(panel, study, origin, ranks)
-            panel.set_title(plural(ranks, "rank"))
-        line[0].set_ylabel(f"{origin}: time, MPI's choice = 1")
-        # A legend per row, as the rows show different algorithms.
-        line[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    for panel in axes[:-1].flat:
-        panel.set_xlabel("")
-    return figure
-
-
-def _draw_ratios(panel: Any, study: AllreduceStudy, origin: str, ranks: int) -> None:
-    from matplotlib import ticker
-
-    for number, name in enumerate(study.names(origin)):
-        rows = [study.rows_of(ranks, nbytes)[name] for nbytes in study.sizes]
-        style = plots.series(number)
-        panel.plot(study.sizes, [row.ratio for row in rows], label=name, **style)
-        low, high = [row.ratio_low for row in rows], [row.ratio_high for row in rows]
-        panel.fill_between(study.sizes, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    panel.axhline(1, color=plots.GREY, linestyle="--", linewidth=1)
-    _size_axis(panel, study.sizes)
-    panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-
-
-def _best_table(study: AllreduceStudy) -> TitledTable:
-    best = {(entry.ranks, entry.bytes): entry for entry in study.best}
-    rows = []
-    for nbytes in study.sizes:
-        winners = [best[ranks, nbytes] for ranks in study.counts]
-        cells = [f"{w.algorithm} {w.ratio:.2f}" if w.clear else MPI_CHOICE for w in winners]
-        rows.append([_message(study, nbytes), *cells])
-    title = "Fastest algorithm, and its time relative to MPI's choice"
-    return TitledTable(title, ["message", *(plural(n, "rank") for n in study.counts)], rows)
-
-
-def _ratio_table(study: AllreduceStudy, ranks: int) -> TitledTable:
-    columns = [study.rows_of(ranks, nbytes) for nbytes in study.sizes]
-    rows = [[MPI_CHOICE, *(duration(column[MPI_CHOICE].seconds) for column in columns)]]
-    for name in columns[0]:
-        if name != MPI_CHOICE:
-            rows.append([name, *(f"{column[name].ratio:.2f}" for column in columns)])
-    title = f"{plural(ranks, 'rank')}: time of MPI's choice, relative time of the others"
-    sizes = [_message(study, nbytes) for nbytes in study.sizes]
-    return TitledTable(title, ["algorithm", *sizes], rows)
-
-
-def _estimate_table(study: AllreduceStudy, link: Link, nbytes: int) -> TitledTable:
-    rows = [
-        [law.name, *(duration(link.seconds(law, ranks, nbytes)) for ranks in MANY)]
-        for law in (RING, RECURSIVE_DOUBLING, RABENSEIFNER)
-    ]
-    title = (
-        f"Estimate for more ranks, {_message(study, nbytes)} (latency "
-        f"{duration(link.latency)}, {bandwidth(link.bandwidth)})"
-    )
-    return TitledTable(title, ["algorithm", *(plural(ranks, "rank") for ranks in MANY)], rows)
-
-
-def _message(study: AllreduceStudy, nbytes: int) -> str:
-    """Return a message size as text, that of the gradients in MB as specified."""
-    return f"{nbytes / 1e6:g} MB" if nbytes == study.gradient_bytes else size(nbytes)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TypeVar
 
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.collectives.cost import Message, bandwidths, fit
+from hvdtrain.collectives.cost import bandwidths, fit
 
 Result = TypeVar("Result")
 
@@ -149,17 +149,16 @@ def start(name: str, mpi: Communicator) -> Communicator:
     return started
 
 
-def repeats_for(seconds: float, budget: float, longest: float = math.inf) -> int:
+def repeats_for(seconds: float, budget: float) -> int:
     """Return the number of repeats of an operation that takes ``seconds``.
 
     Args:
         seconds: seconds of the operation.
         budget: seconds for all repeats, unless these would be too few.
-        longest: maximum seconds of these few; a single repeat may take longer.
     """
     if seconds <= 0:
         return MOST
-    fewest = FEWEST if longest == math.inf else max(1, min(FEWEST, int(longest / seconds)))
+    fewest = max(1, min(FEWEST, int(LONGEST / seconds)))
     return max(fewest, min(MOST, int(budget / seconds)))
 
 
@@ -217,8 +216,7 @@ def _measure_all(
 
 
 def _fit(name: str, rows: Sequence[TimeRow]) -> TimeFit:
-    chosen = [row for row in rows if row.collective == name]
-    link = fit([Message(1, row.bytes, row.seconds) for row in chosen])
+    link = fit([(row.bytes, row.seconds) for row in rows if row.collective == name])
     speed = link.bandwidth if math.isfinite(link.bandwidth) else None
     return TimeFit(name, link.latency, speed)
 
@@ -288,7 +286,7 @@ def _row(
     """Return the row of ``operation``, which has been warmed up."""
     estimate = _together(mpi, lambda: _once(backend, operation))
     # The same number on all ranks.
-    repeats = mpi.gather_json(repeats_for(estimate, budget, LONGEST))[0]
+    repeats = mpi.gather_json(repeats_for(estimate, budget))[0]
     # Synchronize before each repeat, as otherwise the root of a broadcast would run ahead.
     mine = [_together(mpi, lambda: _once(backend, operation)) for _ in range(repeats)]
     slowest = [max(times) for times in zip(*mpi.gather_json(mine), strict=True)]

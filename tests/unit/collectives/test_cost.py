@@ -10,19 +10,16 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from hvdtrain.collectives.cost import (
-    RABENSEIFNER,
-    RECURSIVE_DOUBLING,
     RING,
     TREE,
     Law,
     Link,
-    Message,
     _non_negative_shares,
     bandwidths,
     fit,
 )
 
-LAWS = (RING, TREE, RECURSIVE_DOUBLING, RABENSEIFNER)
+LAWS = (RING, TREE)
 SIZES = (4, 4096, 2**20, 2**26)
 SHARES = st.one_of(st.just(0.0), st.floats(1e-3, 1.0))
 
@@ -34,10 +31,6 @@ SHARES = st.one_of(st.just(0.0), st.floats(1e-3, 1.0))
         (RING, 5, 8, 1.6),
         (TREE, 8, 6, 1.75),
         (TREE, 5, 6, 1.6),
-        (RECURSIVE_DOUBLING, 8, 3, 3),
-        (RECURSIVE_DOUBLING, 5, 4, 4),
-        (RABENSEIFNER, 8, 6, 1.75),
-        (RABENSEIFNER, 5, 6, 3.5),
     ],
 )
 def test_hops_and_volume(law: Law, ranks: int, hops: float, volume: float) -> None:
@@ -50,19 +43,9 @@ def test_one_rank_sends_nothing_and_two_swap(law: Law) -> None:
     assert law.volume(2) == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 6, 8, 100])
-def test_none_sends_less_than_the_ring(ranks: int) -> None:
-    assert all(law.volume(ranks) >= RING.volume(ranks) for law in LAWS)
-
-
 @pytest.mark.parametrize("truth", [Link(5e-6, 2e-10), Link(0.0, 1e-9), Link(3e-4, 0.0)])
 def test_the_fit_finds_latency_and_bandwidth(truth: Link) -> None:
-    measured = [
-        Message(law.hops(4), law.volume(4) * size, truth.seconds(law, 4, size))
-        for law in LAWS
-        for size in SIZES
-    ]
-    link = fit(measured)
+    link = fit([(size, truth.latency + truth.transfer * size) for size in SIZES])
     assert link.latency == pytest.approx(truth.latency, rel=1e-6, abs=1e-12)
     assert link.transfer == pytest.approx(truth.transfer, rel=1e-6, abs=1e-16)
 
@@ -70,8 +53,8 @@ def test_the_fit_finds_latency_and_bandwidth(truth: Link) -> None:
 def test_the_largest_message_does_not_dominate_the_fit() -> None:
     """Even if it is 30 % off, the latency, a ten-thousandth of its time, is fitted."""
     truth = Link(1e-5, 1e-9)
-    measured = [Message(1, size, 1e-5 + 1e-9 * size) for size in SIZES[:-1]]
-    measured.append(Message(1, SIZES[-1], 1.3 * (1e-5 + 1e-9 * SIZES[-1])))
+    measured = [(size, 1e-5 + 1e-9 * size) for size in SIZES[:-1]]
+    measured.append((SIZES[-1], 1.3 * (1e-5 + 1e-9 * SIZES[-1])))
     assert fit(measured).latency == pytest.approx(truth.latency, rel=0.1)
 
 
@@ -85,7 +68,7 @@ def test_the_shares_are_the_non_negative_least_squares(rows: list[tuple[float, f
 
 
 def test_a_time_that_size_does_not_change_has_no_bandwidth() -> None:
-    link = fit([Message(1, size, 1e-3) for size in SIZES])
+    link = fit([(size, 1e-3) for size in SIZES])
     assert (link.latency, link.bandwidth) == (pytest.approx(1e-3), math.inf)
 
 

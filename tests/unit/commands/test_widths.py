@@ -135,8 +135,7 @@ def collectives() -> str:
         for one in lesson.COLLECTIVES
         for before in [[one.before(rank, size) for rank in range(size)]]
     ]
-    parts = lesson.text(outcomes), report.time_text(test_report.TIMES)
-    return "\n\n".join([*parts, report.study_text(test_report.STUDY)])
+    return f"{lesson.text(outcomes)}\n\n{report.time_text(test_report.TIMES)}"
 
 
 def trained() -> str:
