@@ -1,15 +1,6 @@
-"""Cost model of collectives: latency and bandwidth, and the algorithms of an allreduce.
+"""Cost of collectives: latency and bandwidth, and the hops and the volume of an allreduce.
 
     seconds = latency * hops + bytes * volume / bandwidth
-
-Hops are sequential messages, volume is the data sent by a rank in units of the message size. For an
-allreduce over p ranks:
-
-    ring  hops 2 (p - 1)       volume 2 (p - 1) / p
-    tree  hops 2 ceil(log2 p)  volume 2 (p - 1) / p
-
-The tree is the cost in a good library: Rabenseifner's algorithm without the two transfers for ranks
-beyond a power of two.
 
 Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations
 in MPICH", Int. J. High Performance Computing Applications 19 (2005), section 4.5 (its computation
@@ -20,28 +11,20 @@ cost is part of the bytes per second here); P. Patarasuk, X. Yuan, J. Parallel D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_SHARE = 1e-4  # minimum share of a time for a latency or a transfer to be significant
 
 
-@dataclass(frozen=True)
-class Law:
-    """Cost of an allreduce algorithm as a function of the number of ranks."""
-
-    name: str
-    hops: Callable[[int], float]
-    volume: Callable[[int], float]
+def ring_hops(ranks: int) -> int:
+    """Return the sequential messages of an allreduce around a ring."""
+    return 2 * (ranks - 1)
 
 
-def least_volume(ranks: int) -> float:
-    """Return the minimum volume of an allreduce."""
+def ring_volume(ranks: int) -> float:
+    """Return the data sent by a rank in units of the message size, the minimum of an allreduce."""
     return 2 * (ranks - 1) / ranks
-
-
-RING = Law("ring", lambda ranks: 2.0 * (ranks - 1), least_volume)
-TREE = Law("tree", lambda ranks: 2.0 * math.ceil(math.log2(ranks)), least_volume)
 
 
 @dataclass(frozen=True)
@@ -100,4 +83,4 @@ def bandwidths(size: int, seconds: float, ranks: int) -> tuple[float, float]:
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md ("AllReduce").
     """
     algorithm = size / seconds / 1e9
-    return algorithm, algorithm * least_volume(ranks)
+    return algorithm, algorithm * ring_volume(ranks)

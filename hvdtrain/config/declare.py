@@ -53,6 +53,7 @@ REMOVED: Mapping[str, str] = {
     "--strategy pipeline": NO_PIPELINE,
     "--study": "docs/collectives.md compares allreduce algorithms, a job for each",
     "scaling --host-mtbf": BY_FORMULA,
+    "scaling --leave-out": "without its rows, `--from results.csv --predict N`",
     "scaling --saves": BY_FORMULA,
 }
 METAVARS: Mapping[Any, str] = {

@@ -223,17 +223,14 @@ def _study(study: Study) -> dict[str, object]:
     tables = [("Throughput", report.size_table(study.sizes, study.unit))]
     tables += [("Parts of a step", split)] if split else []
     if study.shown:
-        tables += [
-            ("Predicted efficiency, with the shares of a step", report.prediction_table(study)),
-            ("Efficiency after a change", report.remedy_table(study)),
-        ]
+        expected = report.prediction_table(study)
+        tables.append(("Predicted efficiency, with the shares of a step", expected))
     return {
         "title": title(study),
         "plots": _inlined(plot.panel_figures(study)),
         "tables": tables,
         "notes": [report.notes(study), report.fit_text(study), report.uncertain_text(study)],
         "limit": report.limit_text(study) if study.shown else "",
-        "remedies": [(remedy.name, remedy.action) for remedy in study.remedies],
     }
 
 

@@ -1,10 +1,8 @@
-"""Fit the cost model to measured steps with ``scipy.optimize.least_squares``, once per law.
+"""Fit the cost model to measured steps with ``scipy.optimize.least_squares``.
 
 The data are the measured seconds per step, or its parts if known, and optionally a table of
 allreduce times; at least three numbers of ranks are needed to distinguish computing, latency and
-bandwidth. The ranges come from a bootstrap: the model is fitted again to measurements drawn anew
-from the errors of the repeats (B. Efron, R. Tibshirani, "An Introduction to the Bootstrap", 1993,
-section 6.5).
+bandwidth. The ranges come from the covariance of the fit.
 
 Step times without a table cannot distinguish a hidden reduction from a short one. Then ``overlap``
 is 0, and latency and transfer are those that computing does not hide.
@@ -22,16 +20,17 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from hvdtrain.collectives.cost import Law
-from hvdtrain.commands.scaling.cost_model import LAWS, Candidate, Costs, Fit, Traffic
+from hvdtrain.collectives.cost import ring_hops, ring_volume
+from hvdtrain.commands.scaling.cost_model import Costs, Fit, Traffic
 from hvdtrain.commands.study.records import INVALID
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_regular
 
-SAMPLES = 100
-SEED = 20250601  # the same points give the same answer
 TOLERANCE = 1e-5  # relative, of a fit
+DRAWN, SAMPLES = 10_000, 200  # parameters drawn for the ranges, and how many are kept at most
+AT_BOUND = 1e-2  # of its scale: a smaller parameter is at its bound
+SEED = 20250601  # the same points give the same answer
 ENOUGH = 3  # numbers of ranks that a fit needs
 
 # Relative standard errors.
@@ -77,16 +76,14 @@ def fit(
     strong: bool = False,
     reductions: Sequence[AllreduceTime] = (),
     traffic: Traffic | None = None,
-    samples: int = SAMPLES,
 ) -> Fit:
-    """Fit the model with each law.
+    """Fit the model.
 
     Args:
         steps: measured points, of at least ``ENOUGH`` numbers of ranks.
         strong: strong scaling (constant global batch), else weak (constant batch per rank).
         reductions: a table of allreduce times, on two or more ranks; needs ``traffic``.
         traffic: the gradient messages of a step.
-        samples: number of fits for the ranges.
     """
     steps = sorted(steps, key=lambda step: step.ranks)
     rows = _rows(steps, strong)
@@ -99,23 +96,12 @@ def fit(
         names.append("slowdown")
     if reductions:
         names.append("overlap")
-    problems = [_Problem(law, rows, names) for law in LAWS]
-    least, free = min(problem.squares for problem in problems), len(rows) - len(names)
-    misfit = max(1.0, math.sqrt(least / free)) if free > 0 else 1.0
-    scatter = np.random.default_rng(SEED).standard_normal((samples, len(rows)))
-    ratios = np.abs(1 + misfit * scatter * problems[0].errors)
-    likelihoods = [math.exp((least - problem.squares) / 2 / misfit**2) for problem in problems]
-    candidates = [
-        Candidate(
-            problem.law,
-            problem.costs(problem.best),
-            likelihood / sum(likelihoods),
-            tuple(problem.costs(problem.solve(problem.best, drawn)) for drawn in ratios),
-        )
-        for problem, likelihood in zip(problems, likelihoods, strict=True)
-    ]
-    candidates.sort(key=lambda candidate: -round(candidate.weight, 2))  # equal: in order
-    return Fit(strong, steps[0].ranks, tuple(candidates), misfit)
+    problem = _Problem(rows, names)
+    solution = problem.solve()
+    free = len(rows) - len(names)
+    misfit = max(1.0, math.sqrt(2 * solution.cost / free)) if free > 0 else 1.0
+    samples = problem.draw(solution, misfit)
+    return Fit(strong, steps[0].ranks, problem.costs(solution.x), samples, misfit)
 
 
 @dataclass(frozen=True)
@@ -124,16 +110,15 @@ class _Row:
 
     seconds: float
     error: float  # relative standard error of ``seconds``
-    model: Callable[[Law, Costs], float]
+    model: Callable[[Costs], float]
 
 
 def _rows(steps: Sequence[Step], strong: bool) -> list[_Row]:
     """Return the measured steps, or parts of steps, by increasing number of ranks."""
 
     def part(name: str, step: Step, seconds: float, error: float) -> _Row:
-        def model(law: Law, costs: Costs) -> float:
-            parts = costs.step(law, step.ranks, steps[0].ranks, strong=strong)
-            return float(getattr(parts, name))
+        def model(costs: Costs) -> float:
+            return float(getattr(costs.step(step.ranks, steps[0].ranks, strong=strong), name))
 
         return _Row(seconds, error, model)
 
@@ -154,30 +139,22 @@ def _rows(steps: Sequence[Step], strong: bool) -> list[_Row]:
 
 
 def _table_row(row: AllreduceTime, traffic: Traffic) -> _Row:
-    def model(law: Law, costs: Costs) -> float:
-        latency = costs.latency / traffic.messages * law.hops(row.ranks)
-        return latency + costs.transfer * law.volume(row.ranks) * row.nbytes / traffic.nbytes
+    def model(costs: Costs) -> float:
+        latency = costs.latency / traffic.messages * ring_hops(row.ranks)
+        return latency + costs.transfer * ring_volume(row.ranks) * row.nbytes / traffic.nbytes
 
     return _Row(row.seconds, TABLE_ERROR, model)
 
 
 class _Problem:
-    """The least squares of one law; a vector has the parameters in the order of ``names``."""
+    """The least squares; a vector has the parameters in the order of ``names``."""
 
-    def __init__(self, law: Law, rows: Sequence[_Row], names: Sequence[str]) -> None:
-        self.law, self.rows, self.names = law, rows, names
-        self.errors = np.array([row.error for row in rows])
+    def __init__(self, rows: Sequence[_Row], names: Sequence[str]) -> None:
+        self.rows, self.names = rows, names
         longest = max(row.seconds for row in rows)
         self.scale = np.array([FRACTIONS.get(name) or SECONDS[name] * longest for name in names])
+        self.least = 1e-9 * self.scale * (np.arange(len(names)) == 0)
         self.most = np.array([1.0 if name == "overlap" else np.inf for name in names])
-        starts = [[rows[0].seconds, *self.scale[1:]]]
-        if "overlap" in names:
-            starts = [[*starts[0][:-1], overlap] for overlap in OVERLAP_STARTS]
-        solutions = [self.solve(start, np.ones(len(rows))) for start in starts]
-        self.squares, self.best = min(
-            ((self._squares(solution), solution) for solution in solutions),
-            key=lambda pair: pair[0],
-        )
 
     def costs(self, values: Sequence[float]) -> Costs:
         """Return the costs of a vector, in which ``compute`` excludes the fixed part."""
@@ -185,26 +162,46 @@ class _Problem:
         costs["compute"] += costs.get("fixed", 0.0)
         return Costs(**costs)
 
-    def solve(self, start: Any, ratios: Any) -> Any:
-        """Return the vector that fits the measured seconds times ``ratios`` best."""
-        weights, least = 1.0 / self.errors, 1e-9 * self.scale * (np.arange(len(start)) == 0)
-        return least_squares(
-            lambda values: weights * (self._modelled(values) - ratios),
-            np.clip(start, least, self.most),  # a solution may be at a bound, but for rounding
-            bounds=(least, self.most),
-            x_scale=self.scale,
-            ftol=TOLERANCE,
-            xtol=TOLERANCE,
-            gtol=TOLERANCE,
-        ).x
+    def solve(self) -> Any:
+        """Return the best solution of ``least_squares``."""
+        starts = [[self.rows[0].seconds, *self.scale[1:]]]
+        if "overlap" in self.names:
+            starts = [[*starts[0][:-1], overlap] for overlap in OVERLAP_STARTS]
+        solutions = [
+            least_squares(
+                self._residuals,
+                start,
+                bounds=(self.least, self.most),
+                x_scale=self.scale,
+                ftol=TOLERANCE,
+                xtol=TOLERANCE,
+                gtol=TOLERANCE,
+            )
+            for start in starts
+        ]
+        return min(solutions, key=lambda solution: solution.cost)
 
-    def _modelled(self, values: Sequence[float]) -> Any:
-        """Return the modelled seconds over the measured ones."""
+    def draw(self, solution: Any, misfit: float) -> tuple[Costs, ...]:
+        """Return costs drawn from the covariance of a solution, for errors ``misfit`` as large.
+
+        Half of them are drawn with all parameters, those outside of the bounds excluded, half with
+        the parameters at their bounds fixed.
+        """
+        jacobian, free = solution.jac * self.scale, solution.x > AT_BOUND * self.scale
+        scatter = np.random.default_rng(SEED).standard_normal((DRAWN, len(self.rows)))
+        kept: list[Costs] = []
+        for varied in (np.full_like(free, True), free):
+            drawn = np.tile(solution.x, (DRAWN, 1))
+            errors = misfit * scatter @ np.linalg.pinv(jacobian[:, varied]).T
+            drawn[:, varied] += errors * self.scale[varied]
+            within = ((drawn >= self.least) & (drawn <= self.most)).all(axis=1)
+            kept += map(self.costs, drawn[within][:SAMPLES])
+        return tuple(kept)
+
+    def _residuals(self, values: Sequence[float]) -> Any:
+        """Return the relative differences of model and measurement, in standard errors."""
         costs = self.costs(values)
-        return np.array([row.model(self.law, costs) / row.seconds for row in self.rows])
-
-    def _squares(self, values: Sequence[float]) -> float:
-        return float(np.sum(((self._modelled(values) - 1) / self.errors) ** 2))
+        return np.array([(row.model(costs) / row.seconds - 1) / row.error for row in self.rows])
 
 
 def read_reductions(paths: Sequence[Path], strategy: str | None) -> list[AllreduceTime]:

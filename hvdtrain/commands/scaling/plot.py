@@ -9,7 +9,6 @@ from typing import Any
 
 from matplotlib import ticker
 
-from hvdtrain.commands.scaling.cost_model import efficiency_at
 from hvdtrain.commands.scaling.results import RankResult, Study, title
 from hvdtrain.commands.scaling.runs import SPLIT
 from hvdtrain.system.output import plots
@@ -81,10 +80,10 @@ def _efficiency(study: Study, axes: Any) -> None:
     ranks = [point.ranks for point in points] + [prediction.ranks for prediction in study.shown]
     if study.fit:
         fit, start = study.fit, study.fit.base
-        if fit.best.costs.slowdown:  # fitted at the last size, so it is valid from there on
+        if fit.costs.slowdown:  # fitted at the last size, so it is valid from there on
             start = max(size.ranks for size in study.sizes if not size.oversubscribed)
         fitted = sorted({fit.base, *(number for number in ranks if number >= start)})
-        expected = [efficiency_at(fit, number) for number in fitted]
+        expected = [fit.efficiency(number) for number in fitted]
         low, high = [100 * value.low for value in expected], [100 * v.high for v in expected]
         axes.fill_between(fitted, low, high, color=SHADE, linewidth=0, label="model, 95 %")
         middle = [100 * value.middle for value in expected]

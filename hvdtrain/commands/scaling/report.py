@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.scaling import plot
-from hvdtrain.commands.scaling.cost_model import NOTABLE, Fit, Forecast, Parts
+from hvdtrain.commands.scaling.cost_model import Fit, Forecast, Parts
 from hvdtrain.commands.scaling.fit import LEAST_PART, UNKNOWN_ERROR, read_reductions
 from hvdtrain.commands.scaling.results import WIDEST, RankResult, Study, make_study, title
 from hvdtrain.commands.scaling.runs import (
@@ -26,10 +26,11 @@ from hvdtrain.commands.study import curves
 from hvdtrain.commands.study.engine import make_folder
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import Report
-from hvdtrain.system.output.tables import Table, entry, known, message, paragraph, table
+from hvdtrain.system.output.tables import Table, known, message, paragraph, table
 from hvdtrain.system.output.text import bandwidth, duration, number, plural, size
 
 PLOT = "scaling"  # the stem of its files
+NOTABLE = 0.02  # smallest slowdown that is reported
 SPREAD = ("±", "95 % interval", "95 %")  # columns that belong to the preceding one
 LIMITS = {
     "latency": "latency",
@@ -62,7 +63,6 @@ def report(
         scaling,
         ranks=options.predict,
         reductions=read_reductions(options.allreduce, runs[0].summary.strategy),
-        leave_out=options.leave_out,
     )
     data, sections = study_data(study), [study_text(study)]
     if folder is not None:
@@ -101,29 +101,13 @@ def study_data(study: Study) -> dict[str, Any]:
         "fit": fit
         and {
             "base": fit.base,
-            "efficiency_at_base": fit.at_base,
             "misfit": fit.misfit,
-            "laws": [
-                {"law": candidate.law.name, "weight": candidate.weight, **asdict(candidate.costs)}
-                for candidate in fit.candidates
-            ],
+            "costs": asdict(fit.costs),
             "traffic": traffic and asdict(traffic),
         },
         "no_fit_reason": study.no_fit_reason or None,
         "predictions": [asdict(prediction) for prediction in study.predictions],
-        "remedies": [
-            {
-                "name": remedy.name,
-                "action": remedy.action,
-                "efficiency": {
-                    str(ranks): asdict(expected)
-                    for ranks, expected in zip(study.remedies_at, remedy.efficiencies, strict=True)
-                },
-            }
-            for remedy in study.remedies
-        ],
         "not_predicted": list(study.not_predicted),
-        "left_out": study.left_out and asdict(study.left_out),
     }
 
 
@@ -247,37 +231,19 @@ def notes(study: Study) -> str:
 
 
 def _prediction(study: Study) -> list[str]:
-    """Return the prediction: the fit, the predicted efficiencies, the possible changes."""
+    """Return the prediction: the fit, the predicted efficiencies, the limit."""
     sections = [
         paragraph(fit_text(study)),
-        message(left_out_text(study)),
         paragraph(not_predicted_text(study)),
         paragraph(uncertain_text(study)),
     ]
     if study.shown:
-        expected, changed = (
-            table(*prediction_table(study), joined=SPREAD),
-            table(*remedy_table(study)),
-        )
+        expected = table(*prediction_table(study), joined=SPREAD)
         sections += [
             f"Predicted efficiency, with the shares of a step:\n{expected}",
-            f"{paragraph(f'{limit_text(study)} Efficiency after a change:')}\n{changed}",
-            "\n".join(entry(f"  {remedy.name:<27} ", remedy.action) for remedy in study.remedies),
+            limit_text(study),
         ]
     return sections
-
-
-def left_out_text(study: Study) -> str:
-    """Return the comparison of the size that was left out with its prediction; empty if none."""
-    point = study.left_out
-    if point is None:
-        return ""
-    low, middle, high = point.predicted.low, point.predicted.middle, point.predicted.high
-    return (
-        f"Left out of the fit: {plural(point.ranks, 'rank')}, {number(middle)} {study.unit}/s "
-        f"predicted ({number(low)} to {number(high)}), {number(point.measured)} measured: "
-        f"{100 * (middle / point.measured - 1):+.1f} %"
-    )
 
 
 def not_predicted_text(study: Study) -> str:
@@ -330,15 +296,6 @@ def _share(seconds: float, step: Parts) -> str:
     return f"{100 * seconds / step.total:.0f} %" if seconds else "-"
 
 
-def remedy_table(study: Study) -> Table:
-    """Return the possible changes, with the resulting efficiencies."""
-    header = ["change", *(f"at {ranks}" for ranks in study.remedies_at)]
-    now = {prediction.ranks: prediction.efficiency for prediction in study.shown}
-    changes = [("none", [now[ranks] for ranks in study.remedies_at])]
-    changes += [(remedy.name, [*remedy.efficiencies]) for remedy in study.remedies]
-    return header, [[name, *map(_significant, expected)] for name, expected in changes]
-
-
 def _digits(value: Forecast) -> int:
     """Return the decimals of a percentage: one if the range is narrower than two points."""
     return int(value.high - value.low < 0.02)
@@ -358,23 +315,17 @@ def fit_text(study: Study) -> str:
     if study.fit is None:
         return f"No prediction: {study.no_fit_reason}."
     fit = study.fit
-    laws = " or ".join(f"{c.law.name} ({100 * c.weight:.0f} %)" for c in fit.candidates)
-    text = f"Prediction, for an allreduce by {laws}: {'; '.join(_costs(study, fit))}."
+    text = f"Prediction, for a ring allreduce: {'; '.join(_costs(study, fit))}."
     if fit.misfit > 1:
         text += f" The points scatter {fit.misfit:.1f} times as much as their errors allow."
-    if fit.base != study.sizes[0].ranks:
-        text += (
-            f" The smallest size fitted has {fit.base} ranks; the prediction starts from its "
-            f"measured efficiency, {100 * fit.at_base:.1f} %."
-        )
     if all(size.hosts == 1 for size in study.sizes):
         text += " All runs were on one host: no network between hosts is included."
     return text
 
 
 def _costs(study: Study, fit: Fit) -> list[str]:
-    """Return a description of the best fit, as phrases."""
-    costs, batch = fit.best.costs, study.runs[0].batch
+    """Return a description of the fit, as phrases."""
+    costs, batch = fit.costs, study.runs[0].batch
     sample = "step" if batch else study.unit[:-1]
     phrases = [f"computing takes {duration(costs.compute)} per {sample}"]
     if costs.slowdown >= NOTABLE:
@@ -390,10 +341,10 @@ def _costs(study: Study, fit: Fit) -> list[str]:
 
 
 def _link(study: Study, fit: Fit) -> list[str]:
-    """Return latency and bandwidth of the best fit, as phrases, if the runs determine them."""
-    costs, traffic = fit.best.costs, study.traffic
+    """Return latency and bandwidth of the fit, as phrases, if the runs determine them."""
+    costs, traffic = fit.costs, study.traffic
     largest = max(size.ranks for size in study.sizes if not size.oversubscribed)
-    parts = costs.step(fit.best.law, largest, fit.base, strong=fit.strong)
+    parts = fit.parts(largest)
     latency, transfer, least = parts.latency, parts.transfer, LEAST_PART * parts.total
     if costs.overlap:  # fitted to a table of allreduce times, which determines them
         latency, transfer, least = costs.latency, costs.transfer, 0.0

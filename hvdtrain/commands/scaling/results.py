@@ -15,17 +15,7 @@ from dataclasses import dataclass, replace
 
 from scipy.special import stdtrit
 
-from hvdtrain.commands.scaling.cost_model import (
-    RANKS,
-    Fit,
-    Forecast,
-    Prediction,
-    Remedy,
-    Traffic,
-    predict,
-    remedies,
-    step_at,
-)
+from hvdtrain.commands.scaling.cost_model import RANKS, Fit, Prediction, Traffic, predict
 from hvdtrain.commands.scaling.fit import (
     ENOUGH,
     LEAST_ERROR,
@@ -203,15 +193,6 @@ def errors(rates: Mapping[int, SampleMean]) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """A measured point, and its prediction by a fit without it; images per second."""
-
-    ranks: int
-    measured: float
-    predicted: Forecast
-
-
-@dataclass(frozen=True)
 class Study:
     """The outcome of a scaling study."""
 
@@ -222,9 +203,6 @@ class Study:
     fit: Fit | None = None
     no_fit_reason: str = ""
     predictions: tuple[Prediction, ...] = ()
-    remedies: tuple[Remedy, ...] = ()
-    remedies_at: tuple[int, ...] = ()
-    left_out: LeftOut | None = None
     not_predicted: tuple[int, ...] = ()
     """Requested numbers of ranks that were measured, or exceed the samples of a batch."""
 
@@ -265,7 +243,6 @@ def make_study(
     *,
     ranks: Sequence[int] = (),
     reductions: Sequence[AllreduceTime] = (),
-    leave_out: int | None = None,
 ) -> Study:
     """Summarize the runs, fit the model to them, and predict.
 
@@ -274,34 +251,27 @@ def make_study(
         scaling: ``weak`` or ``strong``.
         ranks: numbers of ranks to predict (empty: ``RANKS``); measured ones are skipped.
         reductions: a table of allreduce times.
-        leave_out: a size to exclude from the fit.
 
     Raises:
-        UsageError: ``leave_out`` was not measured, or ``reductions`` cannot be used.
+        UsageError: ``reductions`` cannot be used.
     """
     study = Study(scaling, tuple(runs), summarize(runs), _traffic(runs))
-    measured = ", ".join(str(size.ranks) for size in study.sizes)
-    if leave_out not in (None, *(size.ranks for size in study.sizes)):
-        raise UsageError(f"--leave-out {leave_out}: not among the sizes measured, {measured}")
     if reductions and study.traffic is None:
         raise UsageError(
             "--allreduce: the runs do not report how many messages and bytes a step reduces "
             "(columns messages and gradient_bytes), so the table cannot be used"
         )
-    sizes = [size for size in study.sizes if not size.oversubscribed and size.ranks != leave_out]
-    if len(sizes) < ENOUGH:
+    sizes = [size for size in study.sizes if not size.oversubscribed]
+    # Efficiencies of the model and the measured ones are relative to the smallest size.
+    if len(sizes) < ENOUGH or study.sizes[0].oversubscribed:
         shared = "non-oversubscribed " if len(study.sizes) > len(sizes) else ""
         reason = f"it needs three {shared}sizes, e.g. --ranks 1,2,4"
         return replace(study, no_fit_reason=reason)
     if reason := _noise_reason(sizes):
         return replace(study, no_fit_reason=reason)
-    images = _images(runs, scaling)
-    points, strong = _steps(sizes, images), scaling == STRONG
+    points, strong = _steps(sizes, _images(runs, scaling)), scaling == STRONG
     fitted = fit(points, strong=strong, reductions=reductions, traffic=study.traffic)
-    # Model and measurement must be relative to the same size, even if the fit starts at another.
-    fitted = replace(fitted, at_base=sizes[0].efficiency)
-    left_out = _left_out(fitted, study.sizes, leave_out, images)
-    return _predict(replace(study, fit=fitted, left_out=left_out), fitted, ranks)
+    return _predict(replace(study, fit=fitted), fitted, ranks)
 
 
 def _predict(study: Study, fitted: Fit, ranks: Sequence[int]) -> Study:
@@ -309,13 +279,11 @@ def _predict(study: Study, fitted: Fit, ranks: Sequence[int]) -> Study:
     larger = [number for number in ranks or RANKS if number > study.sizes[-1].ranks]
     if study.scaling == STRONG and (batch := study.runs[0].batch):
         larger = [number for number in larger if number <= batch]  # each rank needs a sample
-    study = replace(study, not_predicted=tuple(sorted({*ranks} - {*larger})))
-    study = replace(study, predictions=tuple(predict(fitted, number) for number in larger))
-    if not study.shown:
-        return study
-    shown = [prediction.ranks for prediction in study.shown]
-    at = tuple(dict.fromkeys((shown[0], shown[len(shown) // 2], shown[-1])))
-    return replace(study, remedies=tuple(remedies(fitted, study.traffic, at)), remedies_at=at)
+    return replace(
+        study,
+        not_predicted=tuple(sorted({*ranks} - {*larger})),
+        predictions=tuple(predict(fitted, number) for number in larger),
+    )
 
 
 def _steps(sizes: Sequence[RankResult], images: Callable[[int], float]) -> list[Step]:
@@ -361,14 +329,3 @@ def _noise_reason(sizes: Sequence[RankResult]) -> str:
         f"the runs on {plural(ranks, 'rank')} vary too much (standard error of the mean: "
         f"± {100 * errors[ranks]:.0f} %); increase --repeat, or use an otherwise idle machine"
     )
-
-
-def _left_out(
-    fitted: Fit, sizes: Sequence[RankResult], ranks: int | None, images: Callable[[int], float]
-) -> LeftOut | None:
-    if ranks is None:
-        return None
-    seconds = step_at(fitted, ranks)
-    rates = (images(ranks) / value for value in (seconds.middle, seconds.high, seconds.low))
-    measured = next(size.rate.mean for size in sizes if size.ranks == ranks)
-    return LeftOut(ranks, measured, Forecast(*rates))

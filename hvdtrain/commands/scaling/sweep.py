@@ -126,9 +126,6 @@ class ScalingOptions(StudyOptions):
     predict: tuple[int, ...] = option(
         (), "numbers of ranks to predict (default: 16 ... 4096)", sizes, metavar="N,N,..."
     )
-    leave_out: int | None = option(
-        None, "size to exclude from the fit and compare with the prediction", positive
-    )
 
     @property
     def scaling(self) -> str:

@@ -17,7 +17,7 @@ from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import termination_as_interrupt
 
 # Options for numbers of ranks, without a meaning for batch sizes.
-OF_RANKS = ("weak", "strong", "allreduce", "predict", "leave_out")
+OF_RANKS = ("weak", "strong", "allreduce", "predict")
 EPILOG = f"""example:
   hvdtrain scaling --ranks 1,2,4,8 -- python -m hvdtrain.resnet --num-steps 20
   hvdtrain scaling --ranks 1,2,4 --strong -- \\
@@ -26,7 +26,7 @@ EPILOG = f"""example:
       --target accuracy=0.985 -- python -m hvdtrain.mnist --data ~/mnist
   hvdtrain scaling --ranks 4,8,16 --submit "--walltime 0:20:00 --ppn 4" -- \\
       python train.py
-  hvdtrain scaling --from measured.csv --leave-out 8
+  hvdtrain scaling --from measured.csv --predict 16,32
 
 To continue an interrupted study, run the same command again. Without a
 command, the results in --out are reported again. {page("measuring")}

@@ -10,37 +10,23 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from hvdtrain.collectives.cost import (
-    RING,
-    TREE,
-    Law,
     Link,
     _non_negative_shares,
     bandwidths,
     fit,
+    ring_hops,
+    ring_volume,
 )
 
-LAWS = (RING, TREE)
 SIZES = (4, 4096, 2**20, 2**26)
 SHARES = st.one_of(st.just(0.0), st.floats(1e-3, 1.0))
 
 
-@pytest.mark.parametrize(
-    ("law", "ranks", "hops", "volume"),
-    [
-        (RING, 4, 6, 1.5),
-        (RING, 5, 8, 1.6),
-        (TREE, 8, 6, 1.75),
-        (TREE, 5, 6, 1.6),
-    ],
-)
-def test_hops_and_volume(law: Law, ranks: int, hops: float, volume: float) -> None:
-    assert (law.hops(ranks), law.volume(ranks)) == (hops, volume)
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
-def test_one_rank_sends_nothing_and_two_swap(law: Law) -> None:
-    assert (law.hops(1), law.volume(1)) == (0, 0)
-    assert law.volume(2) == 1
+def test_a_ring() -> None:
+    """2 (p - 1) messages, each with 1/p of the data."""
+    assert [(ring_hops(p), ring_volume(p)) for p in (1, 2, 4, 5)] == [
+        *((0, 0), (2, 1), (6, 1.5), (8, 1.6))
+    ]
 
 
 @pytest.mark.parametrize("truth", [Link(5e-6, 2e-10), Link(0.0, 1e-9), Link(3e-4, 0.0)])
