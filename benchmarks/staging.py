@@ -7,8 +7,8 @@ Two hosts, which are network namespaces, start a training of MNIST from the shar
 from copies of it, in turn, in the reverse order each second time. Each host sees the environment,
 its interpreter and the archive by way of scripts/slow_files.c, which counts what is opened and
 read, also by mpirun and launch, and delays each open; it has nothing in memory at the start. With
---one-server, opens wait for each other, as at one metadata server. The archive is packed before.
-Seconds are from the start of ``hvdtrain launch``, staging included, to the first line of --metrics.
+--one-server, opens wait for each other, as at one metadata server. Seconds are from the start of
+``hvdtrain launch``, packing and staging included, to the first line of --metrics.
 --local is where the hosts have their own disks. hvdtrain itself is that of this checkout and is not
 counted. Needs root: apt-get install fuse3 libfuse3-dev pkg-config.
 """
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.ratios import SCRIPTS
-from hvdtrain.commands.launch.environment import list_files, pack
+from hvdtrain.commands.launch.stage_environment import members
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
 from tests.conftest import environment, until
@@ -196,9 +196,10 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=options.local) as local,
     ):
         folder = Path(name)
-        archive, files = pack(prefix, folder / "cache"), len(list_files(prefix))
-        print(f"{prefix}: {files:,} files, {archive.size / 1e6:,.0f} MB", flush=True)
+        sizes = [member.size for member, _ in members(prefix)]
+        print(f"{prefix}: {len(sizes):,} files, {sum(sizes) / 1e6:,.0f} MB", flush=True)
         shared = [prefix, folder / "cache"]
+        shared[1].mkdir()
         base = subprocess.run(
             [str(prefix / "bin" / "python"), "-c", "import sys; print(sys.base_prefix)"],
             check=True,

@@ -78,7 +78,6 @@ def option(
     metavar: str = "",
     repeated: bool = False,
     either: str = "",
-    bare: str = "",
 ) -> Any:
     """Return a field that is an option.
 
@@ -91,7 +90,6 @@ def option(
         metavar: its value in the help; empty: by ``kind``.
         repeated: whether it may be given several times, each value one item of a tuple.
         either: a name that it shares with the options of which at most one may be given.
-        bare: its value if it is given without one; empty: it requires one.
     """
     metadata = {
         "help": text,
@@ -101,7 +99,6 @@ def option(
         "metavar": metavar,
         "repeated": repeated,
         "either": either,
-        "bare": bare,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -161,8 +158,6 @@ def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
         settings["nargs"] = "+"
     if field.metadata["repeated"]:
         settings["action"] = "append"
-    if field.metadata["bare"]:
-        settings |= {"nargs": "?", "const": field.metadata["bare"]}
     return settings
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
-from tests.conftest import Outcome, run, until
+from tests.conftest import run, until
 
 LAUNCH = (sys.executable, "-m", "hvdtrain.cli", "launch")
 SYSTEM = "/usr/bin/python3"
@@ -28,7 +28,7 @@ PROGRAM = """\
 import os, sys, time
 import module
 inode = os.stat(module.__file__).st_ino
-print("rank", os.uname().nodename, sys.prefix, module.VALUE, inode, flush=True)
+print("rank", os.uname().nodename, sys.prefix, inode, flush=True)
 while sys.argv[1:] and not os.path.exists(sys.argv[1]):
     time.sleep(0.1)
 """
@@ -47,7 +47,6 @@ class Rank:
 
     host: str
     prefix: str
-    value: str
     inode: str
 
 
@@ -68,11 +67,6 @@ class Hosts(TwoHosts):
         make_environment(self.environment)
         (self.folder / "program.py").write_text(PROGRAM)
 
-    @property
-    def module(self) -> Path:
-        """A module of the environment."""
-        return next(self.environment.glob("lib/python*/site-packages/module.py"))
-
     def launch(self, *options: str, wait_for: Path | None = None) -> list[str]:
         """Return the command that starts two ranks on each host."""
         slots = ",".join(f"{self.address(number)}:2" for number in self.names)
@@ -87,13 +81,6 @@ class Hosts(TwoHosts):
         cache = {"HVDTRAIN_CACHE": str(self.folder / "cache")}
         return {**super().variables, "TMPDIR": str(self.local), **cache}
 
-    def copies(self) -> dict[int, list[str]]:
-        """Return what is in the folders of copies, by host."""
-        return {
-            number: sorted(path.name for path in disk.glob("hvdtrain-env-*/*"))
-            for number, disk in self.disks.items()
-        }
-
 
 def make_environment(folder: Path) -> None:
     """Create a small virtual environment: one of the system's interpreter, if possible."""
@@ -101,7 +88,7 @@ def make_environment(folder: Path) -> None:
     if not Path(SYSTEM).exists() or run([SYSTEM, *options]).code:
         assert run([sys.executable, *options]).code == 0
     packages = next(folder.glob("lib/python*/site-packages"))
-    (packages / "module.py").write_text("VALUE = 'first'\n")
+    (packages / "module.py").touch()
     with (packages / "large.bin").open("wb") as file:
         for _ in range(8):
             file.write(os.urandom(2**20))
@@ -128,10 +115,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(two: Hosts) -> Iterator[None]:
-    """Check after each test that no copy, process or mount is left."""
+    """Check after each test that no copy, archive, process or mount is left."""
     yield
-    assert two.copies() == {1: [], 2: []}
     assert not list(two.folder.glob("disk*/hvdtrain-*"))
+    assert not list(two.folder.glob("cache/*"))
     assert two.processes(1, 2) == []
     assert str(two.local) not in Path("/proc/self/mounts").read_text()
 
@@ -143,101 +130,49 @@ def ranks_of(output: str) -> list[Rank]:
     return [Rank(*words) for words in lines]
 
 
-def staged(two: Hosts, outcome: Outcome) -> list[Rank]:
-    """Return the ranks of a job, which all run from copies of the same name."""
+def test_each_host_has_its_copy(two: Hosts) -> None:
+    outcome = two.run(two.launch("--stage-env"))
     assert outcome.code == 0, outcome.err
     ranks = ranks_of(outcome.out)
     assert sorted(rank.host for rank in ranks) == [two.name(1)] * 2 + [two.name(2)] * 2
     (prefix,) = {rank.prefix for rank in ranks}
     assert Path(prefix).parent.parent == two.local
-    assert len({(rank.host, rank.inode) for rank in ranks}) == len({rank.host for rank in ranks})
-    return ranks
-
-
-def test_each_host_has_its_copy_and_a_change_is_staged_anew(two: Hosts) -> None:
-    outcome = two.run(two.launch("--stage-env"))
-    first = staged(two, outcome)
-    assert len({rank.inode for rank in first}) == 2  # one per host
-    assert {rank.value for rank in first} == {"first"}
+    assert len({rank.inode for rank in ranks}) == 2  # one per host
     assert "packing " in outcome.err
-    assert f"staged in {first[0].prefix} on 2 hosts" in outcome.err
-    assert two.copies() == {1: [], 2: []}
-
-    outcome = two.run(two.launch("--stage-env"))
-    again = staged(two, outcome)
-    assert "packing " not in outcome.err
-    assert again[0].prefix == first[0].prefix
-
-    two.module.write_text("VALUE = 'second'\n")
-    outcome = two.run(two.launch("--stage-env"))
-    changed = staged(two, outcome)
-    assert "packing " in outcome.err
-    assert {rank.value for rank in changed} == {"second"}
-    assert changed[0].prefix != first[0].prefix
+    assert f"staged in {prefix} on 2 hosts" in outcome.err
 
 
-@contextlib.contextmanager
-def waiting(two: Hosts, end: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a job that waits for a file, from when its ranks run."""
+def test_the_copies_of_a_stopped_job_are_removed(two: Hosts, tmp_path: Path) -> None:
+    end = tmp_path / "end"
     with two.running(two.launch("--stage-env", wait_for=end)) as process:
         python = rf"python\S* {two.folder}/program.py {end}"
         until(lambda: all(len(two.programs(n, python)) == 2 for n in two.names), process)
-        yield process
+        assert all(list(disk.glob("hvdtrain-*/env")) for disk in two.disks.values())
+        stop(two)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, output
 
 
-def test_two_jobs_share_the_copies_of_the_first(two: Hosts, tmp_path: Path) -> None:
-    """The second one may end first, and last."""
-    end = tmp_path / "end"
-    with waiting(two, end) as process:
-        second = staged(two, two.run(two.launch("--stage-env")))
-        assert all(Path(second[0].prefix).name in names for names in two.copies().values())
-        end.touch()
-        output, _ = process.communicate(timeout=120)
-    first = staged(two, Outcome(process.returncode, output, output))
-    assert {(rank.host, rank.inode) for rank in first} == {
-        (rank.host, rank.inode) for rank in second
-    }
-
-
-def test_the_copies_of_a_killed_job_are_used_and_removed_by_the_next_one(
-    two: Hosts, tmp_path: Path
-) -> None:
-    with waiting(two, tmp_path / "end") as process:
-        inodes = {_inode(disk, two) for disk in two.disks.values()}
-        two.kill(1, 2)
-        process.wait(60)
-    assert len(inodes) == 2
-    next_one = staged(two, two.run(two.launch("--stage-env")))
-    assert {rank.inode for rank in next_one} == inodes
-
-
-def _inode(disk: Path, two: Hosts) -> str:
-    (file,) = disk.glob(f"hvdtrain-env-*/*/{two.module.relative_to(two.environment)}")
-    return str(file.stat().st_ino)
+def stop(two: Hosts) -> None:
+    """Send TERM to the launcher."""
+    (launch,) = two.programs(1, r"python\S* -m hvdtrain.cli launch")
+    os.kill(launch, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_full_disk_ends_the_job_with_one_line_or_it_runs_without_copies(
-    number: int, two: Hosts
-) -> None:
+def test_a_full_disk_ends_the_job_with_one_line(number: int, two: Hosts) -> None:
     full = two.folder / f"full{number}"
     full.touch()
     try:
-        must = two.run(two.launch("--stage-env", "must"))
-        tried = two.run(two.launch("--stage-env", "try"))
+        outcome = two.run(two.launch("--stage-env"))
     finally:
         full.unlink()
-    assert must.code == 1
-    assert ranks_are_missing(must.out)
-    (line,) = must.said
+    assert outcome.code == 1
+    assert ranks_are_missing(outcome.out)
+    (line,) = outcome.said
     assert line.startswith(f"hvdtrain: error: --stage-env: host {two.name(number)}: 8.")
-    assert f" MiB are needed in {two.local}/hvdtrain-env-{os.geteuid()}, " in line
+    assert f" MiB are needed in {two.local}, " in line
     assert line.endswith(" are free")
-    assert tried.code == 0, tried.err
-    (line,) = tried.said
-    assert line.startswith(f"hvdtrain: --stage-env: host {two.name(number)}: 8.")
-    assert line.endswith(" are free; the ranks start from the shared environment")
-    assert {rank.prefix for rank in ranks_of(tried.out)} == {str(two.environment)}
 
 
 def ranks_are_missing(output: str) -> bool:
@@ -245,23 +180,28 @@ def ranks_are_missing(output: str) -> bool:
     return not any(line.startswith("rank ") for line in output.splitlines())
 
 
+@contextlib.contextmanager
+def staging(two: Hosts) -> Iterator[subprocess.Popen[str]]:
+    """Start a job, up to when its environment arrives on a host."""
+    with two.slow("4mbit"), two.running(two.launch("--stage-env")) as process:
+        until(lambda: list(two.disks[2].glob("hvdtrain-*/env/*")), process)
+        yield process
+
+
 def test_a_killed_process_ends_the_staging_and_nothing_is_left(two: Hosts) -> None:
     """As one that needs more memory than there is."""
-    with two.slow("4mbit"), two.running(two.launch("--stage-env")) as process:
-        until(lambda: any(".part-" in name for name in two.copies()[2]), process)
-        (staging,) = two.programs(2, r"python\S* -m hvdtrain.commands.launch.environment_host")
-        os.kill(staging, signal.SIGKILL)
+    with staging(two) as process:
+        (host,) = two.programs(2, r"python\S* -m hvdtrain.commands.launch.environment_host")
+        os.kill(host, signal.SIGKILL)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
-    assert "hvdtrain: error: --stage-env: " in output
+    assert "hvdtrain: error: --stage-env: mpirun ended with code " in output
     assert ranks_are_missing(output)
 
 
 def test_a_signal_ends_the_staging_and_nothing_is_left(two: Hosts) -> None:
-    with two.slow("4mbit"), two.running(two.launch("--stage-env")) as process:
-        until(lambda: any(".part-" in name for name in two.copies()[2]), process)
-        (launch,) = two.programs(1, r"python\S* -m hvdtrain.cli launch")
-        os.kill(launch, signal.SIGTERM)
+    with staging(two) as process:
+        stop(two)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, output
     assert ranks_are_missing(output)

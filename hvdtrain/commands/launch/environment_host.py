@@ -1,237 +1,148 @@
-"""Sends a packed environment to the hosts of a job, and unpacks it there; see ``environment.py``.
+"""Sends a packed environment to the hosts of a job, and unpacks it (``stage_environment.py``).
 
-    mpirun ... python -m hvdtrain.commands.launch.environment_host stage ARCHIVE DIRECTORY JOB SIZE
-    mpirun ... python -m hvdtrain.commands.launch.environment_host remove ARCHIVE DIRECTORY JOB
+    mpirun ... python -m hvdtrain.commands.launch.environment_host FOLDER ARCHIVE SIZE SHA256
 
 One process per host. Rank 0 reads the archive and broadcasts it in pieces, which each process
-passes on to ``tar``, so the shared file system is read once, while all hosts unpack.
-``environment_copy.py`` says what is in DIRECTORY.
+passes on to ``tar``, so the shared file system is read once, while all hosts unpack. The copy in
+FOLDER is removed by ``launch``, also after an error.
 
-MPI does not authenticate what it brings, and ranks execute the copy. So a copy counts only if the
-archive has the SHA-256 in its name, which is in the command line.
+MPI does not authenticate what it brings, and ranks execute the copy. So they are started only if
+what arrives has the SHA-256 in the command line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable
-from io import BufferedReader
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import IO
 
 import numpy as np
 
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.commands.launch.environment import BASE, CONFIG, ERROR, HOME, Archive
-from hvdtrain.commands.launch.environment_copy import LocalCopy
-from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
+from hvdtrain.commands.launch.stage_environment import BASE, CONFIG, HOME
+from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.machine import mpi_library
-from hvdtrain.system.output.text import plural, size
-from hvdtrain.system.runtime.command import termination_as_interrupt
+from hvdtrain.system.output.text import size
+from hvdtrain.system.runtime.exit import run_and_exit
+from hvdtrain.system.runtime.scratch import LOCK
 
-Result = TypeVar("Result")
 PIECE = 2**20  # bytes sent at a time; a pipe holds as much, so that a host unpacks meanwhile
 MARGIN = 1.1  # of the size: files occupy whole blocks
-PROGRAMS = ("flock", "tar")  # which a host needs
-SHOWN = 200  # characters of tar's message
+REMEDY = "set TMPDIR to a directory that each host has on a local disk"
 
 
-class Unpacking:
-    """``tar``, which unpacks the pieces that it gets."""
-
-    def __init__(self, folder: Path) -> None:
-        self._messages = tempfile.TemporaryFile()  # noqa: SIM115  # a full disk makes many
-        self._tar = subprocess.Popen(
-            ("tar", "-x", "-o", "-f", "-", "-C", str(folder)),
-            stdin=subprocess.PIPE,
-            stderr=self._messages,
-            env={**os.environ, "LC_ALL": "C"},
-            pipesize=PIECE,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tar.kill()
-        self._tar.communicate()
-        self._messages.close()
-
-    def write(self, piece: bytes) -> None:
-        """Unpack a piece, unless there has been an error."""
-        assert self._tar.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self._tar.stdin.write(piece)
-            self._tar.stdin.flush()
-
-    def finish(self) -> None:
-        """Wait until all is written.
-
-        Raises:
-            OSError: it could not be.
-        """
-        self._tar.communicate()
-        if self._tar.returncode:
-            self._messages.seek(0)
-            message = self._messages.readline().decode(errors="replace").strip()
-            raise OSError(message[:SHOWN] or f"tar ended with code {self._tar.returncode}")
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Convert an ``OSError`` to an error that ``Communicator.together`` reports."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"{error.filename}: {reason}" if error.filename else reason) from error
 
 
-def reserve(copy: LocalCopy, archive: Archive) -> bool:
-    """Return whether the copy is missing here.
+def make_folder(copy: Path, length: int) -> IO[str]:
+    """Create the folder of a copy; return a file in it, whose lock shows that it is in use.
 
     Raises:
-        UsageError: it is, and cannot be made.
+        UsageError: an archive of ``length`` bytes cannot be unpacked and used in its directory.
+        OSError: it cannot be created.
     """
-    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
-        raise UsageError(f"{missing[0]} is missing: install util-linux and tar")
-    if not copy.reserve():
-        return False
-    folder = copy.folder.parent
-    needed, free = int(MARGIN * archive.size), shutil.disk_usage(folder).free
+    directory = copy.parent
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is not a directory: {REMEDY}")
+    needed, free = int(MARGIN * length), shutil.disk_usage(directory).free
     if free < needed:
-        raise UsageError(f"{size(needed)} are needed in {folder}, {size(free)} are free")
-    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        raise UsageError(f"{folder} is on a file system without execution (noexec)")
-    return True
+        raise UsageError(f"{size(needed)} are needed in {directory}, {size(free)} are free")
+    if os.statvfs(directory).f_flag & os.ST_NOEXEC:
+        raise UsageError(f"{directory} is on a file system without execution (noexec)")
+    try:
+        copy.mkdir(mode=0o700)
+    except FileExistsError:  # created on another host
+        raise UsageError(f"{directory} is shared by several hosts: {REMEDY}") from None
+    lock = (copy / LOCK).open("x")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
 
 
-def distribute(
-    communicator: Communicator,
-    length: int,
-    file: BufferedReader | None,
-    unpacking: Unpacking | None,
-) -> str:
-    """Broadcast an archive, and unpack it; return the SHA-256 of what was received.
-
-    Args:
-        communicator: a process per host.
-        length: its bytes.
-        file: its content, on rank 0.
-        unpacking: on hosts without a copy.
-    """
+@_reported()
+def send(communicator: Communicator, archive: Path, length: int, tar: IO[bytes]) -> str:
+    """Broadcast an archive to the standard input of ``tar``; return the SHA-256 of what arrived."""
     digest = hashlib.sha256()
-    for start in range(0, length, PIECE):
-        piece = np.zeros(min(length - start, PIECE), np.uint8)
-        if file:  # what cannot be read stays zero: the checksum will be another
-            with contextlib.suppress(OSError):
+    with archive.open("rb") if communicator.is_root else contextlib.nullcontext() as file:
+        for start in range(0, length, PIECE):
+            piece = np.zeros(min(length - start, PIECE), np.uint8)
+            if file:
                 file.readinto(piece.data)
-        content = communicator.broadcast(piece).tobytes()
-        digest.update(content)
-        if unpacking:
-            unpacking.write(content)
+            content = communicator.broadcast(piece).tobytes()
+            digest.update(content)
+            with contextlib.suppress(BrokenPipeError):  # tar has failed: see ``stage``
+                tar.write(content)
+                tar.flush()
     return digest.hexdigest()
 
 
-def publish(copy: LocalCopy, archive: Archive, sha256: str) -> None:
-    """Complete the copy, if the archive that was received has this checksum.
+def stage(
+    communicator: Communicator, folder: Path, archive: Path, length: int, sha256: str
+) -> None:
+    """Make a copy on each host.
 
     Raises:
-        UsageError: it has another one.
+        HvdtrainError: on all hosts: that failed on one.
     """
-    assert copy.part
-    if sha256 != archive.sha256:
-        raise UsageError(f"{archive.path} is damaged, or arrived damaged: remove it")
-    if (copy.part / BASE).is_dir():
-        config, home = copy.part / CONFIG, f"{copy.folder / BASE / 'bin'}"
-        text = HOME.sub(lambda match: match[1] + home, os.fsdecode(config.read_bytes()))
-        config.write_bytes(os.fsencode(text))
-    copy.publish()
 
+    @_reported()
+    def begin() -> subprocess.Popen[bytes]:
+        stack.enter_context(make_folder(folder.parent, length))
+        folder.mkdir()
+        tar = subprocess.Popen(
+            ("tar", "-x", "-o", "-f", "-", "-C", str(folder)),
+            stdin=subprocess.PIPE,
+            stderr=messages,
+            env={**os.environ, "LC_ALL": "C"},
+            pipesize=PIECE,
+        )
+        stack.callback(tar.communicate)
+        return tar
 
-def stage(communicator: Communicator, archive: Archive, directory: Path, job: str) -> None:
-    """Make a copy on each host without one.
-
-    Raises:
-        HvdtrainError: on all hosts, after no copy is left: that failed on one.
-    """
-    copy = LocalCopy(archive.digest, directory, job)
-    file: BufferedReader | None = None
-    unpacking: Unpacking | None = None
-
-    def begin() -> bool:
-        nonlocal file, unpacking
-        if communicator.is_root:
-            file = stack.enter_context(archive.path.open("rb"))
-        if reserve(copy, archive) and copy.part:
-            unpacking = stack.enter_context(Unpacking(copy.part))
-        return unpacking is not None
-
+    @_reported()
     def end() -> None:
-        if unpacking:
-            unpacking.finish()
-            publish(copy, archive, sha256)
+        tar.communicate()
+        messages.seek(0)
+        if tar.returncode:
+            message = messages.readline().decode(errors="replace").strip()
+            raise UsageError(message[:200] or f"tar ended with code {tar.returncode}")
+        if received != sha256:
+            raise UsageError("the environment arrived damaged: start the job again")
+        if (folder / BASE).is_dir():
+            config, home = folder / CONFIG, f"{folder / BASE / 'bin'}"
+            text = HOME.sub(lambda match: match[1] + home, os.fsdecode(config.read_bytes()))
+            config.write_bytes(os.fsencode(text))
 
-    with contextlib.ExitStack() as stack:
-        try:
-            missing = on_all_hosts(communicator, begin)
-            if any(communicator.gather_json(missing)):
-                sha256 = distribute(communicator, archive.size, file, unpacking)
-                on_all_hosts(communicator, end)
-            on_all_hosts(communicator, copy.keep)
-        except HvdtrainError:
-            with contextlib.suppress(OSError, UsageError):
-                copy.release()
-            communicator.wait_for_all()  # mpirun kills the others when the first one exits
-            raise
-
-
-def on_all_hosts(communicator: Communicator, action: Callable[[], Result]) -> Result:
-    """Return the result of an action on this host, which all hosts do.
-
-    Raises:
-        HvdtrainError: on all hosts: it failed on one.
-    """
-    error = ""
-    try:
-        result = action()
-    except UsageError as failure:
-        error = str(failure)
-    except OSError as failure:
-        reason = failure.strerror or str(failure)
-        error = f"{failure.filename}: {reason}" if failure.filename else reason
-    rows = communicator.gather_json([os.uname().nodename, error])
-    failed = [f"host {name}: {text}" for name, text in rows if text]
-    if failed:
-        more = f" (and {plural(len(failed) - 1, 'more host')})" if len(failed) > 1 else ""
-        raise HvdtrainError(f"{failed[0]}{more}")
-    return result
+    with tempfile.TemporaryFile() as messages, contextlib.ExitStack() as stack:
+        tar = communicator.together(begin)
+        assert tar.stdin
+        received = send(communicator, archive, length, tar.stdin)
+        communicator.together(end)
+        os.utime(folder.parent)  # ``clear_leftovers`` spares new ones; then the ranks lock it
 
 
-def main(arguments: list[str]) -> int:
-    """Run one process; print the error, if any, once, and return the exit code."""
-    verb, path, directory, job, *more = arguments
-    archive = Archive(Path(path), *map(int, more))
-    if verb == "remove":
-        LocalCopy(archive.digest, Path(directory), job).release()
-        return EXIT_OK
-    try:
-        with mpi_library.required():
-            from hvdtrain.collectives.mpi4py import Mpi4py
-    except UsageError as error:
-        sys.stdout.write(f"{ERROR}host {os.uname().nodename}: {error}\n")
-        return EXIT_FAILURE
-    communicator = Mpi4py()
-    try:
-        with termination_as_interrupt():
-            stage(communicator, archive, Path(directory), job)
-    except HvdtrainError as error:
-        if communicator.is_root:
-            sys.stdout.write(f"{ERROR}{error}\n")
-        return EXIT_FAILURE
-    except BaseException:
-        traceback.print_exc()
-        communicator.world.Abort(EXIT_FAILURE)  # the others would wait for ever
-        raise
+def main() -> int:
+    """Run one process."""
+    folder, archive, length, sha256 = sys.argv[1:]
+    with mpi_library.required():
+        from hvdtrain.collectives.mpi4py import Mpi4py
+    stage(Mpi4py(), Path(folder), Path(archive), int(length), sha256)
     return EXIT_OK
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_and_exit(main)

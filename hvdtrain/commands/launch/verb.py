@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
 from hvdtrain.commands.launch.outcome import code_after_stop
 from hvdtrain.commands.launch.prepare import (
@@ -17,7 +19,7 @@ from hvdtrain.commands.launch.prepare import (
     prepare,
     prepare_agents,
 )
-from hvdtrain.commands.launch.stage_environment import MUST, TRY, staged
+from hvdtrain.commands.launch.stage_environment import refuse_value, staged
 from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents
 from hvdtrain.commands.launch.watch import watch
 from hvdtrain.config.strategies import DEFAULT, STRATEGIES
@@ -74,12 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--stage-env",
-        nargs="?",
-        const=MUST,
-        choices=(MUST, TRY),
+        action="store_true",
         help="copy the program's virtual or conda environment to $TMPDIR of each host over MPI, "
-        "and start the ranks there; try: without copies if they cannot be made, e.g. on a full "
-        "disk",
+        "and start the ranks there",
     )
     parser.add_argument("--tag", action="store_true", help="prefix each line of output with [RANK]")
     parser.add_argument(
@@ -107,6 +106,8 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         HvdtrainError: the job was ended after --timeout, or cannot be started.
     """
     words, timeout = arguments.command, arguments.timeout
+    if arguments.stage_env:
+        refuse_value(words)
     if arguments.elastic is (arguments.n is not None):
         raise UsageError(
             "the number of ranks is required: use either -n N, or --elastic --min N --max M"
@@ -144,7 +145,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             log.warning("hvdtrain: %s", note)
         clear_leftovers()
         try:
-            with staged(launch, arguments.stage_env, signals) as launch:
+            with staged(launch, signals) if arguments.stage_env else nullcontext(launch) as launch:
                 log.info("%s", launch.command.show())
                 code = watch(launch, signals, tag=arguments.tag, timeout=timeout)
         except KeyboardInterrupt:  # the ranks were not started

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from hvdtrain.commands.launch.stage_environment import MUST, TRY
+from hvdtrain.commands.launch.stage_environment import refuse_value
 from hvdtrain.config.declare import add_options, from_namespace, option
 from hvdtrain.config.values import count, positive
 from hvdtrain.errors import UsageError
@@ -163,12 +163,8 @@ class Job:
         "environment module to load; may be repeated", module_name, group=GROUPS[1], metavar="NAME"
     )
     env: str | None = option(None, "Python environment (this one), or none", metavar="DIR")
-    stage_env: str | None = option(
-        None,
-        "start the ranks from copies of the environment in $TMPDIR of each node; try: without "
-        "copies if they cannot be made, e.g. on a full disk",
-        choices=(MUST, TRY),
-        bare=MUST,
+    stage_env: bool = _switch(
+        "start the ranks from copies of the environment in $TMPDIR of each node"
     )
     setup: tuple[str, ...] = _repeated(
         "line of shell to run before the command; may be repeated", setup_line, metavar="LINE"
@@ -276,6 +272,8 @@ def check_job(job: Job) -> None:
         raise UsageError("--chain and --ladder: only a single command can be resumed")
     if job.once and job.ladder:
         raise UsageError("--once and --ladder cannot be combined")
+    if job.stage_env:
+        refuse_value(job.command)
     if job.once and job.stage_env:
         raise UsageError(
             "--stage-env and --once: the command starts the ranks itself; add --stage-env to its "

@@ -110,7 +110,7 @@ def _launch(job: Job, ranks: str, ppn: str, indent: str = "") -> Lines:
     options = f" --threads {job.threads}" if job.threads else ""
     # Otherwise one rank would get all cores of a node, and two would get no more.
     options += f" --room-for {job.ppn}" if job.ladder else ""
-    options += f" --stage-env {job.stage_env}" if job.stage_env else ""
+    options += " --stage-env" if job.stage_env else ""
     lines = [f"{indent}hvdtrain launch -n {ranks} --ppn {ppn}{options} --"]
     words = [render(word, job.names, job.optional) for word in job.command]
     line = f"{indent}    {words[0]}"

@@ -7,20 +7,18 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typing_extensions import override
 
-from hvdtrain.collectives.base import Communicator, SingleRank
+from hvdtrain.collectives.base import SingleRank
 from hvdtrain.commands.launch import environment_host
-from hvdtrain.commands.launch.environment import ERROR, pack
-from hvdtrain.commands.launch.environment_copy import LocalCopy
-from hvdtrain.commands.launch.environment_host import on_all_hosts
-from hvdtrain.errors import EXIT_FAILURE, HvdtrainError
-from tests.environments import make_environment, stage, staged
+from hvdtrain.commands.launch.stage_environment import packed
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.tensor_file import file_digest
+from tests.environments import copied, make_environment
 
 
 @pytest.fixture
@@ -29,28 +27,32 @@ def prefix(tmp_path: Path) -> Path:
     return make_environment(tmp_path / "conda")
 
 
-def nothing_left(tmp_path: Path) -> bool:
-    """Return whether there is nothing in the local directory."""
-    return not (tmp_path / "local").exists() or not list((tmp_path / "local").iterdir())
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The path of a copy on a local disk."""
+    (tmp_path / "local").mkdir()
+    return tmp_path / "local" / "copy" / "env"
 
 
-def test_a_copy_is_reused(prefix: Path, tmp_path: Path) -> None:
-    copy = staged(prefix, tmp_path, "one")
-    (copy / "new").touch()
-    assert staged(prefix, tmp_path, "two") == copy
-    assert (copy / "new").exists()
-
-
-def test_a_full_disk_is_one_line(
-    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_directory_that_does_not_suit_is_one_line(
+    prefix: Path, tmp_path: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = pack(prefix, tmp_path / "cache")
+    """Many sites mount /tmp without execution."""
+    status = list(os.statvfs(tmp_path))
+    status[8] |= os.ST_NOEXEC
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(status))
+    with pytest.raises(UsageError, match=r"without execution \(noexec\)"):
+        copied(prefix, tmp_path)
     usage = shutil.disk_usage(tmp_path)._replace(free=4096)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    error = stage(archive, tmp_path / "local")
-    assert f"host {os.uname().nodename}: 11.0 KiB are needed in {tmp_path}/local" in error
-    assert "4.0 KiB are free" in error
-    assert nothing_left(tmp_path), [*(tmp_path / "local").rglob("*")]
+    needed = rf"11\.0 KiB are needed in {tmp_path}/local, 4\.0 KiB are free"
+    with pytest.raises(UsageError, match=needed):
+        copied(prefix, tmp_path)
+    assert not copy.parent.exists()
+    copy.parents[1].rmdir()
+    copy.parents[1].touch()
+    with pytest.raises(UsageError, match=f"{tmp_path}/local is not a directory: set TMPDIR"):
+        copied(prefix, tmp_path)
 
 
 def test_a_disk_that_gets_full_is_one_line(
@@ -58,7 +60,6 @@ def test_a_disk_that_gets_full_is_one_line(
 ) -> None:
     """A process cannot write larger files than its limit, as on a full disk."""
     (prefix / "large").write_bytes(bytes(3 * 2**20))
-    archive = pack(prefix, tmp_path / "cache")
     start = subprocess.Popen
 
     def limited(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
@@ -68,124 +69,73 @@ def test_a_disk_that_gets_full_is_one_line(
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 
     monkeypatch.setattr(subprocess, "Popen", limited)
-    error = stage(archive, tmp_path / "local")
-    assert error.startswith(f"host {os.uname().nodename}: tar")
-    assert nothing_left(tmp_path), [*(tmp_path / "local").rglob("*")]
-
-
-def test_a_disk_without_execution_is_one_line(
-    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many sites mount /tmp so."""
-    archive = pack(prefix, tmp_path / "cache")
-    status = list(os.statvfs(tmp_path))
-    status[8] |= os.ST_NOEXEC
-    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(status))
-    assert "without execution (noexec)" in stage(archive, tmp_path / "local")
-    assert nothing_left(tmp_path), [*(tmp_path / "local").rglob("*")]
-
-
-def test_a_host_without_flock_is_one_line(
-    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    archive = pack(prefix, tmp_path / "cache")
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert "flock is missing: install util-linux and tar" in stage(archive, tmp_path / "local")
+    with pytest.raises(UsageError, match=r"^tar"):
+        copied(prefix, tmp_path)
 
 
 def test_a_host_without_an_mpi_library_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "hvdtrain.collectives.mpi4py", None)
-    assert environment_host.main(["stage", "a-b-c.tar", str(tmp_path), "job", "1"]) == EXIT_FAILURE
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"{ERROR}host {os.uname().nodename}: mpi4py cannot load an MPI library")
+    monkeypatch.setattr(sys, "argv", ["environment_host", str(tmp_path), "a.tar", "1", "abc"])
+    with pytest.raises(UsageError, match=r"^mpi4py cannot load an MPI library"):
+        environment_host.main()
 
 
-def test_a_local_directory_that_is_a_file_is_one_line(prefix: Path, tmp_path: Path) -> None:
-    (tmp_path / "local").touch()
-    error = stage(pack(prefix, tmp_path / "cache"), tmp_path / "local")
-    assert f"{tmp_path}/local is not a directory: set TMPDIR" in error
+def test_an_archive_that_this_host_does_not_see_is_one_line(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"gone\.tar: No such file"):
+        environment_host.stage(SingleRank(), copy, tmp_path / "gone.tar", 1, "abc")
 
 
-def test_an_archive_that_has_gone_is_one_line(prefix: Path, tmp_path: Path) -> None:
-    archive = pack(prefix, tmp_path / "cache")
-    archive.path.unlink()
-    assert f"{archive.path}: No such file" in stage(archive, tmp_path / "local")
-    assert nothing_left(tmp_path), [*(tmp_path / "local").rglob("*")]
-
-
-def test_no_host_ends_while_another_one_removes_its_copy(
-    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_ranks: Any
-) -> None:
-    """When the first process ends, mpirun kills the others."""
-    archive = pack(prefix, tmp_path / "cache")
-    archive.path.unlink()
-    release, events = LocalCopy.release, list[str]()
-
-    def slow_on_second(copy: LocalCopy) -> None:
-        if copy.folder.is_relative_to(tmp_path / "disk1"):
-            time.sleep(0.2)
-        release(copy)
-        events.append("removed")
-
-    def stage_on(host: Communicator) -> None:
-        directory = tmp_path / f"disk{host.rank}"
-        directory.mkdir()
-        with pytest.raises(HvdtrainError, match="No such file"):
-            environment_host.stage(host, archive, directory, "job")
-        events.append("ended")
-
-    monkeypatch.setattr(LocalCopy, "release", slow_on_second)
-    assert on_ranks(2, stage_on) == [None, None]
-    assert events == ["removed", "removed", "ended", "ended"]
-
-
-def test_a_directory_that_hosts_share_is_refused(
-    prefix: Path, tmp_path: Path, on_ranks: Any
-) -> None:
-    """There the end of a job on one host could remove what ranks on another one run from."""
-    archive = pack(prefix, tmp_path / "cache")
-    local = tmp_path / "local"
-    local.mkdir()
-    errors = on_ranks(2, lambda host: environment_host.stage(host, archive, local, "job"))
+def test_an_error_ends_all_hosts(prefix: Path, tmp_path: Path, copy: Path, on_ranks: Any) -> None:
+    """Here that of a directory which hosts share: it has one copy for all."""
+    with packed(prefix, tmp_path / "cache") as archive:
+        errors = on_ranks(2, lambda host: environment_host.stage(host, copy, *archive))
     remedy = "is shared by several hosts: set TMPDIR to a directory that each host has on a local"
     assert all(remedy in str(error) for error in errors)
-    assert nothing_left(tmp_path), [*(tmp_path / "local").rglob("*")]
 
 
-class OtherJob(SingleRank):
-    """While hosts wait for one another, another job removes a copy."""
-
-    def __init__(self, copy: Path) -> None:
-        self.copy = copy
-
-    @override
-    def gather_json(self, value: Any, kind: Any = Any) -> list[Any]:
-        shutil.rmtree(self.copy, ignore_errors=True)
-        return super().gather_json(value, kind)
-
-
-def test_a_copy_that_was_removed_while_others_were_made_is_one_line(
-    prefix: Path, tmp_path: Path
+@pytest.mark.parametrize("what", ["changed", "truncated"])
+def test_what_arrives_changed_is_not_executed(
+    what: str, prefix: Path, tmp_path: Path, copy: Path
 ) -> None:
-    """A reservation expires; nobody notices, as this host makes none."""
-    copy = staged(prefix, tmp_path, "killed")
-    archive = pack(prefix, tmp_path / "cache")
-    with pytest.raises(HvdtrainError, match=f"{copy} was removed by another job: start the job"):
-        environment_host.stage(OtherJob(copy), archive, tmp_path / "local", "job")
+    """MPI does not authenticate; the checksum is in the command line of each process."""
+    with packed(prefix, tmp_path / "cache") as archive:
+        file, *_ = archive
+        content = file.read_bytes()
+        changed = content.replace(b"HERE = __file__", b"HERE = 'evil!!'")
+        assert changed != content
+        file.write_bytes(changed if what == "changed" else content[:520])
+        with pytest.raises(UsageError, match="arrived damaged"):
+            environment_host.stage(SingleRank(), copy, *archive)
 
 
-class ManyHosts(SingleRank):
-    """Four processes, of which others have failed."""
+def test_nothing_is_written_outside_the_copy(tmp_path: Path, copy: Path) -> None:
+    outside, archive = tmp_path / "outside", tmp_path / "hostile.tar"
+    outside.mkdir()
+    link = tarfile.TarInfo("link")
+    link.type, link.linkname = tarfile.SYMTYPE, str(outside)
+    with tarfile.open(archive, "w") as tar:
+        for member in (link, *map(tarfile.TarInfo, ("link/file", "../file", f"{outside}/file"))):
+            tar.addfile(member)
+    with pytest.raises(UsageError, match=r"^tar"):
+        environment_host.stage(
+            SingleRank(), copy, archive, archive.stat().st_size, file_digest(archive)
+        )
+    assert list(outside.iterdir()) == []
+    assert not (copy.parent / "file").exists()
 
-    @override
-    def gather_json(self, value: Any, kind: Any = Any) -> list[Any]:
-        return [value, ["b", "full"], ["c", "full"], ["d", "full"]]
+
+def test_a_link_in_a_shared_directory_is_not_followed(
+    prefix: Path, tmp_path: Path, copy: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    copy.parent.symlink_to(outside)
+    with pytest.raises(UsageError, match="is shared by several hosts"):
+        copied(prefix, tmp_path)
+    assert list(outside.iterdir()) == []
 
 
-def test_the_errors_of_many_hosts_are_one() -> None:
-    with pytest.raises(HvdtrainError, match=r"^host b: full \(and 2 more hosts\)$"):
-        on_all_hosts(ManyHosts(), lambda: None)
-    with pytest.raises(HvdtrainError, match=r": No such file or directory \(and 3 more hosts\)$"):
-        on_all_hosts(ManyHosts(), Path("/missing").stat)
+def test_others_cannot_read_or_write_the_copy(prefix: Path, tmp_path: Path) -> None:
+    assert copied(prefix, tmp_path).parent.stat().st_mode & 0o777 == 0o700

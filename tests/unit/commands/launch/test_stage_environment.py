@@ -1,24 +1,209 @@
-"""Ranks of a job start from the copies, with variables that lead there; signals end the staging."""
+"""An environment is packed, works elsewhere without the original, and ranks start from there."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
+import resource
+import shutil
 import signal
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvdtrain.commands.launch import stage_environment
 from hvdtrain.commands.launch.argv import Launch
-from hvdtrain.commands.launch.environment_copy import HOLD
 from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.commands.launch.launcher_choice import MpiLauncher
-from hvdtrain.commands.launch.stage_environment import MUST, TRY, StagedEnvironment, staged
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.commands.launch.stage_environment import (
+    HOLD,
+    StagedEnvironment,
+    members,
+    packed,
+    staged,
+)
+from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.runtime.command import Command, CommandResult
+from hvdtrain.system.runtime.scratch import LOCK, _is_unlocked, clear_leftovers
 from hvdtrain.system.runtime.spawn import StopSignals
-from tests.environments import PYTHON, make_editable, make_environment
+from tests.conftest import until
+from tests.environments import PACKAGES, PYTHON, copied, make_environment
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    """An environment of one module."""
+    return make_environment(tmp_path / "conda")
+
+
+def listed(prefix: Path) -> tuple[set[str], dict[str, str]]:
+    """Return the files of an archive, and its links with their targets."""
+    found = [member for member, _ in members(prefix)]
+    links = {member.name: member.linkname for member in found if member.issym()}
+    return {member.name for member in found if member.isreg()}, links
+
+
+def make_venv(tmp_path: Path) -> Path:
+    """Create a virtual environment with a module, a script, an editable project, and links."""
+    folder, project = tmp_path / "venv", tmp_path / "project"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    packages = folder / PACKAGES
+    (packages / "module.py").write_text("HERE = __file__\n")
+    project.mkdir()
+    (project / "edited.py").write_text("HERE = __file__\n")
+    (packages / "project.pth").write_text(f"{project}\n")  # an editable install
+    (folder / "bin" / "script").write_text(
+        "import json, os, ssl, sys, sysconfig, edited, module\n"
+        "paths = [module.HERE, edited.HERE, os.__file__, sysconfig.get_path('include')]\n"
+        "print(json.dumps([sys.prefix, *paths]))\n"
+    )
+    (tmp_path / "elsewhere.txt").write_text("content")
+    (packages / "data.txt").symlink_to(tmp_path / "elsewhere.txt")
+    (packages / "same.py").symlink_to(packages / "module.py")
+    (packages / "folder").symlink_to(project)
+    return folder
+
+
+def test_the_copy_works_without_the_original(tmp_path: Path) -> None:
+    venv = make_venv(tmp_path)
+    of_system = "home = /usr" in (venv / "pyvenv.cfg").read_text()
+    copy = copied(venv, tmp_path)
+    shutil.rmtree(venv)
+    (tmp_path / "elsewhere.txt").unlink()
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    line = [str(copy / "bin" / "python"), str(copy / "bin" / "script")]
+    output = subprocess.run(line, env=clean, capture_output=True, text=True, check=True).stdout
+    prefix, module, edited, library, headers = map(Path, json.loads(output))
+    assert prefix == copy
+    assert module == copy / PACKAGES / "module.py"
+    assert edited == tmp_path / "project" / "edited.py"
+    assert (copy / PACKAGES / "data.txt").read_text() == "content"
+    assert not (copy / PACKAGES / "data.txt").is_symlink()
+    assert (copy / PACKAGES / "same.py").readlink() == Path("module.py")
+    assert (copy / PACKAGES / "folder").readlink() == tmp_path / "project"
+    assert library.is_relative_to(copy) is not of_system
+    assert (headers / "Python.h").exists()  # Triton compiles with it
+
+
+def test_files_keep_their_times_and_modes(prefix: Path, tmp_path: Path) -> None:
+    """Bytecode counts if the time of the source is the one in it."""
+    file = prefix / "bin" / "tool"
+    file.touch()
+    file.chmod(0o2775)
+    os.utime(file, (1_000_000, 1_000_000))
+    status = (copied(prefix, tmp_path) / "bin" / "tool").stat()
+    assert (status.st_mtime, status.st_mode & 0o7777) == (1_000_000, 0o755)
+
+
+def test_caches_and_other_environments_of_conda_are_links(prefix: Path) -> None:
+    for name in ("envs/other/file", "lib/envs/file", "pkgs/file"):
+        (prefix / name).parent.mkdir(parents=True)
+        (prefix / name).touch()
+    (prefix / "linked").symlink_to(prefix / "pkgs" / "file")
+    files, links = listed(prefix)
+    assert files == {
+        "lib/envs/file",
+        f"{PACKAGES}/module.py",
+    }
+    assert links == {
+        "envs": str(prefix / "envs"),
+        "pkgs": str(prefix / "pkgs"),
+        "linked": "pkgs/file",
+    }
+
+
+def test_of_an_interpreter_its_standard_library_is_copied(tmp_path: Path) -> None:
+    """All else in its directory, which may be large and of any name, is there by links."""
+    base, prefix = tmp_path / os.fsdecode(b"caf\xe9"), tmp_path / "venv"
+    whole = [f"bin/{PYTHON}", f"lib/{PYTHON}/os.py", f"lib/{PYTHON}/lib-dynload/_ssl.so"]
+    linked = ["bin/tool", "lib/libssl.so.3", "include", f"lib/{PYTHON}/site-packages"]
+    for name in (*whole, "bin/tool", "lib/libssl.so.3", f"include/{PYTHON}/Python.h"):
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).touch()
+    (base / "lib" / PYTHON / "site-packages").mkdir()
+    (base / "bin" / "python3").symlink_to(PYTHON)
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "bin" / "python").symlink_to(base / "bin" / "python3")
+    version = PYTHON.removeprefix("python")
+    config = f"home = {base}/bin\nversion = {version}.1\n"
+    (prefix / "pyvenv.cfg").write_bytes(os.fsencode(config))
+    files, links = listed(prefix)
+    assert files == {
+        "pyvenv.cfg",
+        *(f".base/{name}" for name in whole),
+    }
+    assert links == {
+        "bin/python": f"../.base/bin/{PYTHON}",
+        ".base/bin/python3": PYTHON,
+        **{f".base/{name}": str(base / name) for name in linked},
+    }
+    copy = copied(prefix, tmp_path)
+    assert (copy / "pyvenv.cfg").read_text() == (
+        f"home = {copy}/.base/bin\nversion = {version}.1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("next.py", None, "No such file"),
+        ("next.py", b"", "has changed while it was packed"),
+        ("large.bin", bytes(100), "has changed while it was packed"),
+        ("large.bin", bytes(3 * 2**20), "has changed while it was packed"),
+    ],
+)
+def test_a_file_that_changes_while_files_are_packed_is_one_line(
+    name: str,
+    content: bytes | None,
+    message: str,
+    prefix: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Jobs write bytecode to the environment. A shorter file cannot complete the archive."""
+    for file, length in (("large.bin", 2**21), ("next.py", 10)):
+        (prefix / PACKAGES / file).write_bytes(bytes(length))
+    add = tarfile.TarFile.addfile
+
+    def change_then(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Any = None) -> None:
+        if member.name.endswith("large.bin"):
+            changed = prefix / PACKAGES / name
+            changed.unlink() if content is None else changed.write_bytes(content)
+        add(tar, member, file)
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", change_then)
+    with pytest.raises(UsageError, match=f"{name}.*{message}"), packed(prefix, tmp_path / "cache"):
+        pass
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(prefix: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with (
+        pytest.raises(UsageError, match=r"--stage-env: .*cache.*(File exists|Not a directory)"),
+        packed(prefix, tmp_path / "cache"),
+    ):
+        pass
+
+
+def test_a_full_cache_is_one_line(prefix: Path, tmp_path: Path) -> None:
+    """A process cannot write larger files than its limit, as on a full disk."""
+    (prefix / "large").write_bytes(bytes(3 * 2**20))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with (
+            pytest.raises(UsageError, match=r"--stage-env: .*cache \(HVDTRAIN_CACHE\): File too"),
+            packed(prefix, tmp_path / "cache"),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 @pytest.fixture
@@ -47,10 +232,9 @@ def job(environ: dict[str, str], *words: str) -> Launch:
 def test_ranks_start_from_the_copy(environ: dict[str, str], tmp_path: Path) -> None:
     environment = StagedEnvironment(job(environ))
     copy = environment.folder
-    assert copy.is_relative_to(tmp_path / "local")
+    assert copy.parents[1] == tmp_path / "local"
     command = environment.launch.command
-    reserved = f"{copy}.job-{environment._job}"
-    words = (*HOLD, str(copy), reserved, f"{copy}/bin/{PYTHON}", "train.py")
+    words = (*HOLD, f"{copy.parent}/lock", f"{copy}/bin/{PYTHON}", "train.py")
     assert command.argv[-len(words) :] == words
     prefix = environ["CONDA_PREFIX"]
     assert command.env["PATH"] == f"/opt/cuda/bin:{copy}/bin:/usr/bin"
@@ -69,86 +253,87 @@ def test_a_program_by_a_relative_path_is_that_of_the_copy(
     assert environment.launch.words[-2:] == (f"{environment.folder}/bin/{PYTHON}", "train.py")
 
 
-@pytest.mark.parametrize("first", ["{prefix}/bin/python", "/bin/sh\n'''exec' {prefix}/bin/python"])
+@pytest.mark.parametrize(
+    ("first", "python"),
+    [
+        ("{prefix}/bin/python", True),
+        ("/bin/sh\n'''exec' {prefix}/bin/python", True),
+        ("/bin/sh\n# starts python", False),
+        ("/opt/python-envs/x/bin/bash", False),
+    ],
+)
 def test_a_script_in_python_runs_with_the_interpreter_of_the_copy(
-    first: str, environ: dict[str, str]
+    first: str, python: bool, environ: dict[str, str]
 ) -> None:
     prefix = environ["CONDA_PREFIX"]
     script = Path(prefix, "bin", "train")
-    script.write_text(f"#!{first.format(prefix=prefix)}\n")
+    script.write_text(f"#!{first.format(prefix=prefix)}\npython train.py\n")
     script.chmod(0o755)
     environment = StagedEnvironment(job(environ, "train", "--epochs=2"))
     binaries = environment.folder / "bin"
-    assert environment.launch.words[-3:] == (
-        f"{binaries}/python",
-        f"{binaries}/train",
-        "--epochs=2",
-    )
-
-
-@pytest.mark.parametrize("first", ["/bin/sh\n# starts python", "/opt/python-envs/x/bin/bash"])
-def test_a_script_of_a_shell_runs_by_itself(first: str, environ: dict[str, str]) -> None:
-    script = Path(environ["CONDA_PREFIX"], "bin", "train")
-    script.write_text(f"#!{first}\npython train.py\n")
-    script.chmod(0o755)
-    environment = StagedEnvironment(job(environ, "train", "--epochs=2"))
-    assert not environment.launch.words[-3].endswith("/python")
-    assert environment.launch.words[-2:] == (f"{environment.folder}/bin/train", "--epochs=2")
-
-
-def test_editable_installs_are_reported(
-    environ: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_editable(Path(environ["CONDA_PREFIX"]), tmp_path / "project")
-    with caplog.at_level("INFO"):
-        StagedEnvironment(job(environ))
-    assert f"{tmp_path}/project is editable: ranks import it from there" in caplog.text
+    started = (f"{binaries}/python",) if python else ()
+    words = (*started, f"{binaries}/train", "--epochs=2")
+    assert environment.launch.words[len(HOLD) + 1 :] == words
 
 
 class Runs:
-    """Replaces the runs of mpirun, which have these exit codes and outputs."""
+    """Replaces the runs of mpirun, which have these exit codes and outputs; notes the programs."""
 
     def __init__(self, *results: tuple[int, str]) -> None:
-        self.results, self.verbs = list(results), list[str]()
+        self.results, self.programs = list(results), list[str]()
 
     def __call__(self, command: Command, timeout: float | None = None) -> CommandResult:
-        self.verbs.append(command.argv[command.argv.index("-m") + 2])
+        self.programs.append("rm" if "rm" in command.argv else "stage")
         code, output = self.results.pop(0)
         if code < 0:
             os.kill(os.getpid(), -code)
         return CommandResult(command, code, output)
 
 
+@pytest.mark.parametrize("removed", [0, 1])
 def test_one_process_per_host_makes_and_removes_the_copies(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    removed: int, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    runs = Runs((0, ""), (0, ""))
+    """An error of the job is passed on, whether or not they can be removed then."""
+    runs = Runs((0, ""), (removed, ""))
     monkeypatch.setattr(stage_environment, "run", runs)
-    with StopSignals() as signals, staged(job(environ), MUST, signals) as launch:
-        assert runs.verbs == ["stage"]
-        assert launch.words[:3] == HOLD
-    assert runs.verbs == ["stage", "remove"]
-
-
-def test_an_error_on_a_host_is_one_line(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It ends the job, or is a warning."""
-    output = "a notice\nhvdtrain: --stage-env: host b: 1 GB are needed\nmpirun: a box\n"
-    monkeypatch.setattr(stage_environment, "run", Runs((1, output)))
     with (
         StopSignals() as signals,
-        pytest.raises(HvdtrainError, match=r"^--stage-env: host b: 1 GB are needed$"),
-        staged(job(environ), MUST, signals),
+        pytest.raises(HvdtrainError, match="a host was lost"),
+        staged(job(environ), signals) as launch,
+    ):
+        assert runs.programs == ["stage"]
+        assert launch.words[:3] == HOLD
+        assert list((tmp_path / "cache").iterdir()) == []  # the archive is no longer needed
+        raise HvdtrainError("a host was lost")
+    assert runs.programs == ["stage", "rm"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("error: rank 1 on b: 1 GB are needed", "host b: 1 GB are needed"),
+        ("rank 1 on b: error: mpi4py cannot load", "host b: mpi4py cannot load"),
+        ("error: /cache/x.tar: No such file", "/cache/x.tar: No such file"),
+    ],
+)
+def test_an_error_on_a_host_is_one_line(
+    line: str,
+    reason: str,
+    environ: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = Runs((1, f"a notice\nhvdtrain: {line}\nmpirun: a box\n"), (0, ""))
+    monkeypatch.setattr(stage_environment, "run", runs)
+    with (
+        StopSignals() as signals,
+        pytest.raises(HvdtrainError, match=f"^--stage-env: {reason}$"),
+        staged(job(environ), signals),
     ):
         pass
-    monkeypatch.setattr(stage_environment, "run", Runs((1, output)))
-    with StopSignals() as signals, staged(job(environ), TRY, signals) as launch:
-        assert launch.words == (PYTHON, "train.py")
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
-        "hvdtrain: --stage-env: host b: 1 GB are needed; the ranks start from the shared "
-        "environment"
-    ]
+    assert capsys.readouterr().err == ""
+    assert runs.programs == ["stage", "rm"]
 
 
 def test_the_output_of_a_failed_mpirun_is_shown_whole(
@@ -163,59 +348,49 @@ def test_the_output_of_a_failed_mpirun_is_shown_whole(
     with (
         StopSignals() as signals,
         pytest.raises(HvdtrainError, match=r"^--stage-env: mpirun ended with code 1; its output"),
-        staged(job(environ), MUST, signals),
+        staged(job(environ), signals),
     ):
         pass
     assert output in capsys.readouterr().err
     assert "may be left on a host" in caplog.text
 
 
-@pytest.mark.parametrize("mode", [MUST, TRY])
-def test_copies_are_removed_if_a_process_that_makes_them_is_killed(
-    mode: str, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then mpirun kills the others, which have no time to remove theirs."""
-    runs = Runs((137, "mpirun: rank 1 exited on signal 9\n"), (0, ""))
-    monkeypatch.setattr(stage_environment, "run", runs)
-    with (
-        StopSignals() as signals,
-        contextlib.suppress(HvdtrainError),
-        staged(job(environ), mode, signals) as launch,
-    ):
-        assert (mode, launch.words) == (TRY, (PYTHON, "train.py"))
-    assert runs.verbs == ["stage", "remove"]
-
-
-def test_an_error_of_the_job_is_passed_on_and_copies_are_removed(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = Runs((0, ""), (1, ""))
-    monkeypatch.setattr(stage_environment, "run", runs)
-    with (
-        StopSignals() as signals,
-        pytest.raises(HvdtrainError, match="a host was lost"),
-        staged(job(environ), TRY, signals),
-    ):
-        raise HvdtrainError("a host was lost")
-    assert runs.verbs == ["stage", "remove"]
-
-
-@pytest.mark.parametrize("mode", [MUST, TRY])
 def test_a_signal_ends_the_staging(
-    mode: str, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = Runs((-signal.SIGTERM, ""), (0, ""))
     monkeypatch.setattr(stage_environment, "run", runs)
     with StopSignals() as signals:
-        with pytest.raises(KeyboardInterrupt), staged(job(environ), mode, signals):
+        with pytest.raises(KeyboardInterrupt), staged(job(environ), signals):
             pytest.fail("the ranks were started")
         assert signals.received == [signal.SIGTERM]
         os.kill(os.getpid(), signal.SIGTERM)  # is recorded again
         assert signals.received == [signal.SIGTERM, signal.SIGTERM]
-    assert runs.verbs == ["stage", "remove"]
+    assert runs.programs == ["stage", "rm"]
 
 
-def test_without_the_option_nothing_is_staged(environ: dict[str, str]) -> None:
-    launch = job(environ)
-    with StopSignals() as signals, staged(launch, None, signals) as same:
-        assert same is launch
+def test_a_program_of_no_environment_is_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="is in no virtual environment and no conda environment"):
+        StagedEnvironment(job(environ, "/bin/sh"))
+
+
+def test_a_copy_is_kept_while_a_rank_runs_and_removed_at_the_next_start(
+    prefix: Path, tmp_path: Path
+) -> None:
+    """That is what happens to the copy of a job that is killed."""
+    copy = copied(prefix, tmp_path)
+    folder = copy.parent.rename(tmp_path / "local" / "hvdtrain-01234567")
+    clear_leftovers(folder.parent, tmp_path)
+    assert folder.exists()  # it is new: the ranks may be about to start
+    with subprocess.Popen([*HOLD, str(folder / LOCK), "sleep", "60"]) as rank:
+        try:
+            until(lambda: not _is_unlocked(folder / LOCK))
+            clear_leftovers(folder.parent, tmp_path, new=0)
+            assert folder.exists()
+        finally:
+            rank.kill()
+    clear_leftovers(folder.parent, tmp_path, new=0)
+    assert not folder.exists()
+    rank = subprocess.run([*HOLD, str(folder / LOCK), "touch", f"{tmp_path}/started"])
+    assert rank.returncode != 0
+    assert not (tmp_path / "started").exists()

@@ -71,6 +71,7 @@ PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
         ("--array 1-2 --chain --progress d", "--array and --chain"),
         ("--ladder --chain --progress d", "--chain and --ladder"),
         ("--ladder --once", "--once and --ladder"),
+        ("--stage-env try", "--stage-env try: the option has no values any more: omit 'try'"),
         ("--stage-env --once", "--stage-env and --once: the command starts the ranks itself"),
         ("--chain", "--checkpoint-dir"),
         ("--chain --chain-limit 1", "--chain-limit 1: must be at least 2"),
