@@ -4,13 +4,13 @@ python -m benchmarks.staging [--environment PREFIX] [--ranks 2 8 16] [--repeats 
                              [--milliseconds 2] [--one-server] [--local DIR]
 
 Two hosts, which are network namespaces, start a training of MNIST from the shared environment and
-from copies of it, in turn, in the reverse order each second time. Each host sees the environment,
-its interpreter and the archive by way of scripts/slow_files.c, which counts what is opened and
-read, also by mpirun and launch, and delays each open; it has nothing in memory at the start. With
---one-server, opens wait for each other, as at one metadata server. Seconds are from the start of
-``hvdtrain launch``, packing and staging included, to the first line of --metrics.
---local is where the hosts have their own disks. hvdtrain itself is that of this checkout and is not
-counted. Needs root: apt-get install fuse3 libfuse3-dev pkg-config.
+from copies of it, in turn, in the reverse order each second time. Each host sees the environment
+and its interpreter by way of scripts/slow_files.c, which counts what is opened and read, also by
+mpirun and launch, and delays each open; it has nothing in memory at the start. With --one-server,
+opens wait for each other, as at one metadata server. The archive is on a disk that both hosts see.
+Seconds are from the start of ``hvdtrain launch``, packing and staging included, to the first line
+of --metrics. --local is where the hosts have their own disks. hvdtrain itself is that of this
+checkout and is not counted. Needs root: apt-get install fuse3 libfuse3-dev pkg-config.
 """
 
 from __future__ import annotations
@@ -198,8 +198,7 @@ def main() -> None:
         folder = Path(name)
         sizes = [member.size for member, _ in members(prefix)]
         print(f"{prefix}: {len(sizes):,} files, {sum(sizes) / 1e6:,.0f} MB", flush=True)
-        shared = [prefix, folder / "cache"]
-        shared[1].mkdir()
+        shared = [prefix]
         base = subprocess.run(
             [str(prefix / "bin" / "python"), "-c", "import sys; print(sys.base_prefix)"],
             check=True,
