@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from tests.conftest import run, until
 
 LAUNCH = (sys.executable, "-m", "hvdtrain.cli", "launch")
 SYSTEM = "/usr/bin/python3"
-RANKS = 4
 # Prints where a rank and a module of its environment are, and waits for a file, if there is one.
 PROGRAM = """\
 import os, sys, time
@@ -39,15 +37,6 @@ then mount -t tmpfs -o size=2m tmpfs {folder}/local
 else mount --bind {folder}/disk$1 {folder}/local
 fi
 """
-
-
-@dataclass(frozen=True)
-class Rank:
-    """The output of a rank."""
-
-    host: str
-    prefix: str
-    inode: str
 
 
 class Hosts(TwoHosts):
@@ -67,13 +56,12 @@ class Hosts(TwoHosts):
         make_environment(self.environment)
         (self.folder / "program.py").write_text(PROGRAM)
 
-    def launch(self, *options: str, wait_for: Path | None = None) -> list[str]:
-        """Return the command that starts two ranks on each host."""
+    def launch(self, *arguments: str) -> list[str]:
+        """Return the command that starts two ranks on each host, with arguments of the program."""
         slots = ",".join(f"{self.address(number)}:2" for number in self.names)
-        line = [*LAUNCH, "-n", str(RANKS), "--hosts", slots, *options, "--"]
-        line += [str(self.environment / "bin" / "python"), str(self.folder / "program.py")]
-        line += [str(wait_for)] if wait_for else []
-        return self.on(1, *line)
+        line = [*LAUNCH, "-n", "4", "--hosts", slots, "--stage-env", "--"]
+        program = [str(self.environment / "bin" / "python"), str(self.folder / "program.py")]
+        return self.on(1, *line, *program, *arguments)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -89,9 +77,7 @@ def make_environment(folder: Path) -> None:
         assert run([sys.executable, *options]).code == 0
     packages = next(folder.glob("lib/python*/site-packages"))
     (packages / "module.py").touch()
-    with (packages / "large.bin").open("wb") as file:
-        for _ in range(8):
-            file.write(os.urandom(2**20))
+    (packages / "large.bin").write_bytes(os.urandom(2**23))
 
 
 def mounts_lack() -> str | None:
@@ -123,28 +109,22 @@ def _nothing_is_left(two: Hosts) -> Iterator[None]:
     assert str(two.local) not in Path("/proc/self/mounts").read_text()
 
 
-def ranks_of(output: str) -> list[Rank]:
-    """Return what the ranks have printed."""
-    lines = [line.split()[1:] for line in output.splitlines() if line.startswith("rank ")]
-    assert len(lines) == RANKS, output
-    return [Rank(*words) for words in lines]
-
-
 def test_each_host_has_its_copy(two: Hosts) -> None:
-    outcome = two.run(two.launch("--stage-env"))
+    outcome = two.run(two.launch())
     assert outcome.code == 0, outcome.err
-    ranks = ranks_of(outcome.out)
-    assert sorted(rank.host for rank in ranks) == [two.name(1)] * 2 + [two.name(2)] * 2
-    (prefix,) = {rank.prefix for rank in ranks}
+    lines = [line.split()[1:] for line in outcome.out.splitlines() if line.startswith("rank ")]
+    ranks, (prefix, *others), inodes = zip(*lines, strict=True)
+    assert sorted(ranks) == [two.name(1)] * 2 + [two.name(2)] * 2
+    assert others == [prefix] * 3
     assert Path(prefix).parent.parent == two.local
-    assert len({rank.inode for rank in ranks}) == 2  # one per host
+    assert len(set(inodes)) == 2  # one per host
     assert "packing " in outcome.err
     assert f"staged in {prefix} on 2 hosts" in outcome.err
 
 
 def test_the_copies_of_a_stopped_job_are_removed(two: Hosts, tmp_path: Path) -> None:
     end = tmp_path / "end"
-    with two.running(two.launch("--stage-env", wait_for=end)) as process:
+    with two.running(two.launch(str(end))) as process:
         python = rf"python\S* {two.folder}/program.py {end}"
         until(lambda: all(len(two.programs(n, python)) == 2 for n in two.names), process)
         assert all(list(disk.glob("hvdtrain-*/env")) for disk in two.disks.values())
@@ -164,26 +144,21 @@ def test_a_full_disk_ends_the_job_with_one_line(number: int, two: Hosts) -> None
     full = two.folder / f"full{number}"
     full.touch()
     try:
-        outcome = two.run(two.launch("--stage-env"))
+        outcome = two.run(two.launch())
     finally:
         full.unlink()
     assert outcome.code == 1
-    assert ranks_are_missing(outcome.out)
+    assert f"rank {two.tag}" not in outcome.out
     (line,) = outcome.said
     assert line.startswith(f"hvdtrain: error: --stage-env: host {two.name(number)}: 8.")
     assert f" MiB are needed in {two.local}, " in line
     assert line.endswith(" are free")
 
 
-def ranks_are_missing(output: str) -> bool:
-    """Return whether no rank has printed anything."""
-    return not any(line.startswith("rank ") for line in output.splitlines())
-
-
 @contextlib.contextmanager
 def staging(two: Hosts) -> Iterator[subprocess.Popen[str]]:
     """Start a job, up to when its environment arrives on a host."""
-    with two.slow("4mbit"), two.running(two.launch("--stage-env")) as process:
+    with two.slow("4mbit"), two.running(two.launch()) as process:
         until(lambda: list(two.disks[2].glob("hvdtrain-*/env/*")), process)
         yield process
 
@@ -196,7 +171,7 @@ def test_a_killed_process_ends_the_staging_and_nothing_is_left(two: Hosts) -> No
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert "hvdtrain: error: --stage-env: mpirun ended with code " in output
-    assert ranks_are_missing(output)
+    assert f"rank {two.tag}" not in output
 
 
 def test_a_signal_ends_the_staging_and_nothing_is_left(two: Hosts) -> None:
@@ -204,4 +179,4 @@ def test_a_signal_ends_the_staging_and_nothing_is_left(two: Hosts) -> None:
         stop(two)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert ranks_are_missing(output)
+    assert f"rank {two.tag}" not in output

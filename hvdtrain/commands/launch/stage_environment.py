@@ -157,28 +157,27 @@ def _link(name: Path, target: Path) -> Member:
 
 @contextlib.contextmanager
 def packed(prefix: Path, folder: Path) -> Iterator[tuple[Path, int, str]]:
-    """Pack an environment in ``folder``, in a file that is removed at the end.
+    """Pack an environment in ``folder``; yield the path, size and SHA-256 of the archive.
 
-    Yields its path, size and SHA-256.
+    It is removed at the end.
 
     Raises:
         UsageError: a file cannot be read, or the archive not be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix="environment-", suffix=".tar", dir=folder) as file:
-            with terminal.working(f"packing {prefix}"):
+        with tempfile.TemporaryDirectory(prefix="environment-", dir=folder) as own:
+            archive = Path(own, "tar")
+            with terminal.working(f"packing {prefix}"), archive.open("w+b") as file:
                 found = members(prefix)
                 total = sum(member.size for member, _ in found)
                 log.info("packing %s: %s, %s", prefix, plural(len(found), "file"), size(total))
                 with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
                     for member, path in found:
                         _add(tar, member, path)
-                length = file.tell()
                 file.seek(0)
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
-            yield Path(file.name), length, sha256
+            yield archive, archive.stat().st_size, sha256
     except OSError as error:
         where = error.filename or f"{folder} (HVDTRAIN_CACHE)"
         raise UsageError(f"--stage-env: {where}: {error.strerror or error}") from error
