@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 from hvdtrain.commands.launch.outcome import code_after_stop
 from hvdtrain.commands.launch.prepare import (
