@@ -6,7 +6,7 @@ needs no framework and does not initialize MPI.
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "Adapter": "adapters.base",
