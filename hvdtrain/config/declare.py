@@ -52,9 +52,14 @@ REMOVED: Mapping[str, str] = {
     "--stages": NO_PIPELINE,
     "--strategy pipeline": NO_PIPELINE,
     "--study": "docs/collectives.md compares allreduce algorithms, a job for each",
+    "compare --batch-size": "omit it; that of the program comes after --",
+    "compare --csv": "--out DIR writes compare.csv",
+    "doctor --data": "step_split in a training's summary shows whether it waits for data",
+    "launch --discovery": "a chain of jobs takes the hosts that it gets (hvdtrain submit --chain)",
     "scaling --host-mtbf": BY_FORMULA,
-    "scaling --leave-out": "without its rows, `--from results.csv --predict N`",
+    "scaling --leave-out": "use --from FILE without the rows of that size, and --predict",
     "scaling --saves": BY_FORMULA,
+    "timeline --profile": "open the traces of a training's --profile in Perfetto",
 }
 METAVARS: Mapping[Any, str] = {
     Path: "PATH",

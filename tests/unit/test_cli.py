@@ -199,7 +199,7 @@ def test_tab_in_a_terminal(completion: Path, tmp_path: Path) -> None:
         (["submit", "--scheduler", "pbss", "--", "x"], "slurm, none (did you mean pbs?)"),
         (["scaling", "--ranks", "1,x", "--", "x"], "--ranks: 'x' is not a number"),
         (["scaling", "--weak", "--strong"], "--strong: not allowed with argument --weak"),
-        (["compare", "--batch-size", "max"], "--batch-size: no such option; see hvdtrain compare"),
+        (["compare", "--batch-size", "max"], "--batch-size was removed: omit it"),
         (["report", "x", "--hmtl", "y"], "--hmtl: no such option; did you mean --html?"),
         (["--completion", "bsh"], "--completion: 'bsh': choose one of bash, zsh (did"),
         (["--versoin"], "--versoin: no such option; did you mean --version?"),

@@ -105,7 +105,7 @@ def test_the_tutorials_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         (["--from", "none.csv"], "--from none.csv cannot be read: No such file or directory"),
         (["--batches", "8", "--strong"], "--strong: only for a study of numbers of ranks"),
-        (["--leave-out", "4"], "--leave-out was removed: without its rows, `--from"),
+        (["--leave-out", "4"], "--leave-out was removed: use --from FILE without the rows"),
         (["--optimizers", "lars"], "--optimizers needs --batches"),
         (["--from", "x", "--ranks", "1,2"], "remove --ranks, --batches and the command"),
         (["--from", "x", "--", "python"], "remove --ranks, --batches and the command"),
