@@ -35,7 +35,6 @@ from typing import NoReturn
 
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
 from hvdtrain.system.runtime.exit import leave, leave_mark, process_status, speak
-from hvdtrain.system.runtime.keep_alive import SILENCE, keep_alive
 from hvdtrain.system.runtime.outlive import end_mpirun
 
 log = logging.getLogger(__name__)
@@ -45,6 +44,11 @@ PATIENCE = 5.0  # seconds for mpirun to end this process after a rank has report
 # others have lost it too, and rank 0 is the first to end when mpirun ends all ranks in order.
 STAGGER, LAST = 0.5, 6
 RETRY = 0.1  # seconds before the next accept after a failed one
+
+# Seconds without an answer after which a host is considered lost. The job has to end within 30 s of
+# the loss; rerouting in a switch or migration of a virtual machine also takes some seconds.
+SILENCE = 15
+IDLE = 5  # idle seconds before the kernel sends the first probe
 
 BACKLOG = 4096  # pending connections: one per host, or one per rank of this host
 
@@ -356,6 +360,21 @@ class FailureDetector:
         if len(here) > 1 and here == list(range(here[0], here[-1] + 1)):
             return f"ranks {here[0]}-{here[-1]}"
         return f"rank{'s' if len(here) > 1 else ''} {','.join(map(str, here))}"
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel break ``connection`` if the other host's kernel does not answer.
+
+    Also with unacknowledged data; after ``IDLE`` seconds it sends a probe per second. It has no
+    effect on a connection within a host.
+    """
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE - IDLE)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE)
 
 
 def _send(connection: Connection, message: bytes) -> None:
