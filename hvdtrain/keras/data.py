@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.adapters.tensorflow.distributed import distribute, reduction_of, undistribute
+from hvdtrain.adapters.tensorflow.buckets import distribute, reduction_of, undistribute
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
 from hvdtrain.keras.optimizer import StepSum, counted

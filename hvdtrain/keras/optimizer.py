@@ -20,8 +20,12 @@ from packaging.version import Version
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter, RankHooks
-from hvdtrain.adapters.tensorflow.buckets import Buckets
-from hvdtrain.adapters.tensorflow.distributed import GradientReduction, distribute, reduction_of
+from hvdtrain.adapters.tensorflow.buckets import (
+    Buckets,
+    GradientReduction,
+    distribute,
+    reduction_of,
+)
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
 

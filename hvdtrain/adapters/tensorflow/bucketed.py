@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import Flags, GradientSums, RankHooks
 from hvdtrain.adapters.tensorflow.adapter import TensorFlowAdapter
-from hvdtrain.adapters.tensorflow.buckets import TYPES, Buckets
-from hvdtrain.adapters.tensorflow.distributed import distribute
+from hvdtrain.adapters.tensorflow.buckets import TYPES, Buckets, distribute
 from hvdtrain.steps.sharding import Part, Shards
 
 

@@ -1,14 +1,19 @@
-"""Step 5 for TensorFlow: gradients summed over the ranks in a few large buckets.
+"""Step 5 for TensorFlow: an optimizer that sums the gradients of all ranks before it updates.
 
-A bucket is one flat tensor, so Horovod starts few collectives, and the order of summation is fixed:
-results are bit-equal from run to run. The buckets run from the last layer to the first, in the
-order of the backward pass, so the sum of one overlaps the computation of the next.
+Two methods of the object are replaced, not its class: so it is saved as the original one.
+
+``Buckets`` sums them in a few large buckets. A bucket is one flat tensor, so Horovod starts few
+collectives, and the order of summation is fixed: results are bit-equal from run to run. The buckets
+run from the last layer to the first, in the order of the backward pass, so the sum of one overlaps
+the computation of the next.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import tensorflow as tf
@@ -16,13 +21,24 @@ from typing_extensions import override
 
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.common_adapter import Flags, RankHooks
-from hvdtrain.adapters.tensorflow.distributed import GradientReduction
 from hvdtrain.system.runtime.waits import SUM, TracedCalls
 
 TYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 Reduce = Callable[[Any, str], Any]
 """(flat tensor, name) -> its sum over all ranks."""
+
+
+class GradientReduction(ABC):
+    """Reduction of the gradients of one optimizer, inside a traced function or outside."""
+
+    @abstractmethod
+    def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients to apply, one per variable; those passed may be None."""
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return ``loss`` scaled for the gradients; called by ``optimizer.scale_loss``."""
+        return loss
 
 
 class Buckets(GradientReduction):
@@ -183,3 +199,38 @@ def _dense(gradient: Any, variable: Any) -> Any:
         return tf.zeros(variable.shape, variable.dtype)
     gradient = tf.convert_to_tensor(gradient)  # the sparse gradient of an embedding too
     return tf.ensure_shape(gradient, variable.shape)
+
+
+def distribute(optimizer: Any, reduction: GradientReduction) -> None:
+    """Make ``optimizer`` apply the gradients that ``reduction`` returns, from now on."""
+    optimizer._hvdtrain = reduction
+    for method in _METHODS:
+        setattr(optimizer, method.__name__, MethodType(method, optimizer))
+
+
+def reduction_of(optimizer: Any) -> GradientReduction | None:
+    """Return the reduction of a distributed optimizer; None for an original one."""
+    return getattr(optimizer, "_hvdtrain", None)
+
+
+def undistribute(optimizer: Any) -> None:
+    """Restore the original methods of a distributed optimizer."""
+    del optimizer._hvdtrain
+    for method in _METHODS:
+        delattr(optimizer, method.__name__)
+
+
+def scale_loss(self: Any, loss: Any) -> Any:
+    """Return the loss scaled by the optimizer, then by its reduction."""
+    return self._hvdtrain.scale_loss(type(self).scale_loss(self, loss))
+
+
+def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    """Apply the gradients that the reduction returns."""
+    if trainable_variables is None:
+        trainable_variables = self._trainable_variables
+    variables = list(trainable_variables)
+    type(self).apply(self, self._hvdtrain.sum(list(grads), variables), variables)
+
+
+_METHODS = (scale_loss, apply)  # of a distributed optimizer

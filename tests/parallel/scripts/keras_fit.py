@@ -24,7 +24,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.adapters.preemption import SIGNALS
-from hvdtrain.adapters.tensorflow.distributed import reduction_of
+from hvdtrain.adapters.tensorflow.buckets import reduction_of
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.keras import checkpoint, session
 from hvdtrain.keras import data as shards
