@@ -23,7 +23,7 @@ def started(framework: str) -> tuple[Profiler, Any]:
     values = np.ones((500, 500), np.float32)
     if framework == "pytorch":
         torch = pytest.importorskip("torch")
-        from hvdtrain.adapters.pytorch.profiler import TorchProfiler
+        from hvdtrain.adapters.pytorch.adapter import TorchProfiler
 
         tensor = torch.from_numpy(values)
         return TorchProfiler(FACTS), lambda: (tensor @ tensor).sum().item()

@@ -1,4 +1,4 @@
-"""Steps 2, 6 and 7 for PyTorch: devices, and state of model and optimizer as arrays.
+"""Steps 2, 6 and 7 for PyTorch: devices, state of model and optimizer as arrays, the profiler.
 
 Precision, clipping and accumulation are in ``tasks/training_step_pytorch.py``.
 """
@@ -6,11 +6,13 @@ Precision, clipping and accumulation are in ``tasks/training_step_pytorch.py``.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import operator
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ import torch
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.adapters.profiler import Profiler, rank_facts
+from hvdtrain.adapters.profiler import RANK, STEP, Profiler, rank_facts
 from hvdtrain.adapters.pytorch import batchnorm
 from hvdtrain.adapters.state_view import HostCopies, StateView, Take, check_names, digests_of
 from hvdtrain.errors import UsageError
@@ -197,6 +199,31 @@ class TorchView(StateView):
                 value.copy_(tensor_of(arrays[name]))
 
 
+class TorchProfiler(Profiler):
+    """torch.profiler, until ``stop``; ``facts`` of the rank, if torch.distributed has none."""
+
+    def __init__(self, facts: Mapping[str, object]) -> None:
+        # It would print a line at the start and the end of each profile.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        self._profile = torch.profiler.profile()
+        self._profile.start()
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            self._profile.add_metadata_json(RANK, json.dumps(facts))
+
+    @override
+    def step(self, number: int) -> AbstractContextManager[Any]:
+        return torch.profiler.record_function(f"{STEP}#{number}")
+
+    @override
+    def mark(self, name: str) -> AbstractContextManager[Any]:
+        return torch.profiler.record_function(name)
+
+    @override
+    def stop(self, path: Path) -> None:
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(path))
+
+
 class PyTorchAdapter(CommonAdapter):
     """PyTorch's part of an adapter; a strategy adds ``connect`` and step 5."""
 
@@ -272,8 +299,6 @@ class PyTorchAdapter(CommonAdapter):
 
     @override
     def start_profiler(self) -> Profiler:
-        from hvdtrain.adapters.pytorch.profiler import TorchProfiler
-
         return TorchProfiler(rank_facts(self.world, self.name))
 
 
