@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
@@ -20,7 +21,6 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices, Part, bounds
 from hvdtrain.system.machine import accelerator
 from hvdtrain.tasks.augmented import augmented, edges
-from hvdtrain.tasks.batchnorm_pytorch import accept_any_batch
 from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of, unknown_class
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
@@ -384,3 +384,45 @@ def erase(x: torch.Tensor, boxes: torch.Tensor) -> None:
     rows, columns = (torch.arange(side, device=x.device) for side in x.shape[2:])
     within = (top <= rows) & (rows < bottom), (left <= columns) & (columns < right)
     x.masked_fill_(within[0][:, None, :, None] & within[1][:, None, None, :], 0)
+
+
+class _OfAnyBatch(_BatchNorm):
+    """A layer that accepts a batch with one value per channel, for which PyTorch's raise.
+
+    The part of a rank in an epoch's last batch may be a single sample, of which a ``BatchNorm1d``,
+    or the last layers of a network for small images, see one value. Its variance is 0, so the layer
+    returns its bias; there is no unbiased variance to track.
+    """
+
+    @override
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.training and input.numel() == input.shape[1]:
+            return torch.batch_norm(
+                input, self.weight, self.bias, None, None, True, 0.0, self.eps, False
+            )
+        return super().forward(input)
+
+
+class BatchNorm1d(_OfAnyBatch, torch.nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` of any batch."""
+
+
+class BatchNorm2d(_OfAnyBatch, torch.nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` of any batch."""
+
+
+class BatchNorm3d(_OfAnyBatch, torch.nn.BatchNorm3d):
+    """``nn.BatchNorm3d`` of any batch."""
+
+
+_LAYERS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
+    torch.nn.BatchNorm1d: BatchNorm1d,
+    torch.nn.BatchNorm2d: BatchNorm2d,
+    torch.nn.BatchNorm3d: BatchNorm3d,
+}
+
+
+def accept_any_batch(model: torch.nn.Module) -> None:
+    """Convert the BatchNorm layers in ``model``, in place; not those of a subclass."""
+    for module in model.modules():
+        module.__class__ = _LAYERS.get(type(module), type(module))
