@@ -21,7 +21,6 @@ from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.losses import Losses
 from hvdtrain.training.on_nan import OnNan
 from hvdtrain.training.plan import Session
-from hvdtrain.training.profile_window import ProfileWindow
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.summary import (
     evaluation_figures,
@@ -33,7 +32,7 @@ from hvdtrain.training.summary import (
     with_usage,
 )
 from hvdtrain.training.throughput import Clock
-from hvdtrain.training.timeline_window import TimelineWindow
+from hvdtrain.training.windows import ProfileWindow, TimelineWindow
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from hvdtrain.system.runtime.detect import SPAWN, detect, is_restarted
 from hvdtrain.system.runtime.scratch import use_scratch_directory
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.tasks.task import Task, Workload
-from hvdtrain.training import timeline_window
 from hvdtrain.training.checks import check_data, check_early, check_options
 from hvdtrain.training.evaluation import evaluate_only
 from hvdtrain.training.loop import TrainingLoop
@@ -44,6 +43,7 @@ from hvdtrain.training.plan import (
 )
 from hvdtrain.training.progress import progress_of
 from hvdtrain.training.staging import stage
+from hvdtrain.training.windows import prepare_timeline
 
 
 def main(workload: Workload, arguments: Sequence[str]) -> int:
@@ -143,7 +143,7 @@ def _prepare(options: Options) -> CommonAdapter:
         adapter = select_adapter(
             options.framework, options.strategy, comm_options=options.comm_options
         )
-    timeline_window.prepare(options, adapter.name)
+    prepare_timeline(options, adapter.name)
     terminal.status(f"starting {adapter.name}, waiting for all ranks")
     return adapter
 

@@ -15,7 +15,7 @@ from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.profiler import Profiler
 from hvdtrain.config.options import Options
 from hvdtrain.system.runtime.waits import SUM, Waits
-from hvdtrain.training.profile_window import ProfileWindow
+from hvdtrain.training.windows import ProfileWindow
 
 
 class Log(Profiler):

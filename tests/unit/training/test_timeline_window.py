@@ -12,7 +12,7 @@ import pytest
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
-from hvdtrain.training.timeline_window import TimelineWindow, prepare
+from hvdtrain.training.windows import TimelineWindow, prepare_timeline
 
 TIMELINE, CACHE = "HOROVOD_TIMELINE", "HOROVOD_CACHE_CAPACITY"
 FILE = Options(timeline=Path("t.json"))
@@ -31,7 +31,7 @@ FILE = Options(timeline=Path("t.json"))
 def test_variables_for_horovod(
     options: Options, environ: dict[str, str], result: dict[str, str]
 ) -> None:
-    prepare(options, "horovod", environ)
+    prepare_timeline(options, "horovod", environ)
     assert environ == result
 
 
@@ -44,7 +44,7 @@ def test_variables_for_horovod(
 )
 def test_contradictions_are_refused(strategy: str, environ: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        prepare(FILE, strategy, environ)
+        prepare_timeline(FILE, strategy, environ)
 
 
 class Log:
