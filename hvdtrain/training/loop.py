@@ -18,8 +18,7 @@ from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
 from hvdtrain.training.evaluation import evaluate
-from hvdtrain.training.losses import Losses
-from hvdtrain.training.on_nan import OnNan
+from hvdtrain.training.on_nan import Losses, OnNan
 from hvdtrain.training.plan import Session
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.summary import (
