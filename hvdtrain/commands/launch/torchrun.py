@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import socket
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 
 from typing_extensions import override
 
 from hvdtrain.commands.launch import host_process
+from hvdtrain.commands.launch.argv import forwarded
 from hvdtrain.commands.launch.hosts import Host, RankLayout
-from hvdtrain.commands.launch.remote import on_host
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.machine.network import is_this_host, local_names
 from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime.command import Command, start
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
 from hvdtrain.system.runtime.spawn import AFTER_STOP, Processes, exit_code
 
+SSH = (str(Path(__file__).with_name("deaf_to_term")), "ssh", "-oBatchMode=yes")
 PORT = "29500"  # torchrun's default for the rendezvous of several hosts; set by MASTER_PORT
 RESTARTS = "--max-restarts=10"  # losses of a rank or a host that a job survives
 # By default torchrun 2.13 gives an agent that joins the address of a store that is not recreated.
@@ -72,6 +76,24 @@ def _elastic(hosts: Sequence[Host], fewest: int, port: str, job: str) -> list[st
         f"--rdzv-id={job}",
         RESTARTS,
     ]
+
+
+def on_host(host: str, command: Command, environ: Mapping[str, str]) -> Command:
+    """Return the command that runs ``command`` on ``host``, by ssh if it is another machine.
+
+    It runs in the current working directory, with the variables of ``command``; another machine
+    also gets the part of the user's ``environ`` that ranks need.
+    """
+    if is_here(host):
+        return command
+    variables = {name: environ[name] for name in forwarded(environ)} | dict(command.env)
+    remote = Command(command.argv, variables, Path.cwd())
+    return Command((*SSH, host, f"exec {shlex.join(remote.words)}"))
+
+
+def is_here(host: str) -> bool:
+    """Return whether ``host`` is a name or address of this machine; empty: it is."""
+    return not host or is_this_host(host, local_names())
 
 
 class Agents(Processes):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -10,18 +12,22 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.commands.launch import remote
+from hvdtrain.commands.launch import torchrun
 from hvdtrain.commands.launch.host_process import PROGRAM
 from hvdtrain.commands.launch.hosts import Host, RankLayout
-from hvdtrain.commands.launch.remote import SSH, is_here
 from hvdtrain.commands.launch.torchrun import (
     NO_SHARED_STORE,
+    SSH,
     Agents,
     ElasticAgents,
     agent_commands,
+    is_here,
+    on_host,
 )
 from hvdtrain.system.runtime.command import Command
+from hvdtrain.system.runtime.command import run as run_command
 from hvdtrain.system.runtime.spawn import StopSignals
+from tests.conftest import BIN, executable, run
 
 WORDS = ("python", "-m", "hvdtrain.resnet", "--data", "my images")
 ENVIRON = {"PATH": "/bin", "GLOO_SOCKET_IFNAME": "ib0", "HOME": "/root", "MASTER_PORT": "4711"}
@@ -31,7 +37,7 @@ TWO = RankLayout(3, (Host("node1.cluster", 2), Host("node2", 1)))
 @pytest.fixture(autouse=True)
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Name this machine, in a directory with a blank in its name."""
-    monkeypatch.setattr(remote, "local_names", lambda: {"node1", "node0"})
+    monkeypatch.setattr(torchrun, "local_names", lambda: {"node1", "node0"})
     monkeypatch.setattr(Path, "cwd", lambda: Path("/my work"))
 
 
@@ -175,3 +181,32 @@ def test_a_stop_request_reaches_the_input_of_agents() -> None:
     stops = "import os, sys; sys.exit(75 if os.read(0, 1) else 1)"
     with started(stops, stops, received=[15]) as running:
         assert running.wait() == 75
+
+
+def program(file: Path, text: str) -> Path:
+    return executable(file, f"#!/bin/sh\n{text}\n")
+
+
+def test_the_remote_shell_passes_all_words_and_variables_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path / "ssh", 'for last; do :; done; eval "$last"')  # as sshd's shell does
+    monkeypatch.setattr(Path, "cwd", lambda: tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    words = (f"$(touch {tmp_path}/evil)", "a b", "'", '"; exit 3', "`id`", "*", "\n", "", "-n")
+    show = "import os, sys; print([os.environ['HVDTRAIN_X'], *sys.argv[1:]])"
+    command = Command((sys.executable, "-c", show, *words), {"HVDTRAIN_X": words[0]})
+    done = run_command(on_host("elsewhere", command, {"HVDTRAIN_Y": words[0]}))
+    assert (done.exit_code, ast.literal_eval(done.output)) == (0, [words[0], *words])
+    assert not (tmp_path / "evil").exists()
+
+
+def test_the_end_of_the_job_is_exported_to_all_hosts(tmp_path: Path) -> None:
+    program(tmp_path / "ssh", f'echo "$3" >> {tmp_path}/$2')
+    program(tmp_path / "qstat", 'echo " Resource_List.walltime = 01:00:00"')
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    line = ["launch", "-n", "2", "--hosts=a,b", "--launcher=torchrun", "--", "true"]
+    outcome = run([str(BIN / "hvdtrain"), *line], PATH=path, PBS_JOBID="7.server")
+    assert outcome.code == 0, outcome.err
+    for host in "ab":
+        assert " HVDTRAIN_WALLTIME_ENDS=" in (tmp_path / host).read_text()
