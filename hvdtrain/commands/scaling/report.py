@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.scaling import plot
-from hvdtrain.commands.scaling.cost_model import Fit, Forecast, Parts
-from hvdtrain.commands.scaling.fit import LEAST_PART, UNKNOWN_ERROR, read_reductions
+from hvdtrain.commands.scaling.cost_model import (
+    LEAST_PART,
+    UNKNOWN_ERROR,
+    Fit,
+    Forecast,
+    Parts,
+    read_reductions,
+)
 from hvdtrain.commands.scaling.results import WIDEST, RankResult, Study, make_study, title
 from hvdtrain.commands.scaling.runs import (
     SPLIT,

@@ -15,14 +15,18 @@ from dataclasses import dataclass, replace
 
 from scipy.special import stdtrit
 
-from hvdtrain.commands.scaling.cost_model import RANKS, Fit, Prediction, Traffic, predict
-from hvdtrain.commands.scaling.fit import (
+from hvdtrain.commands.scaling.cost_model import (
     ENOUGH,
     LEAST_ERROR,
+    RANKS,
     UNKNOWN_ERROR,
     AllreduceTime,
+    Fit,
+    Prediction,
     Step,
+    Traffic,
     fit,
+    predict,
 )
 from hvdtrain.commands.scaling.runs import SPLIT, STRONG, MeasuredRun
 from hvdtrain.errors import UsageError

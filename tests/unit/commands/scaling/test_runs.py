@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.commands.scaling.fit import read_reductions
+from hvdtrain.commands.scaling.cost_model import read_reductions
 from hvdtrain.commands.scaling.runs import (
     MeasuredRun,
     append_line,

@@ -13,8 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.collectives.cost import ring_hops, ring_volume
-from hvdtrain.commands.scaling.cost_model import Costs, Fit, Traffic, predict
-from hvdtrain.commands.scaling.fit import AllreduceTime, Step, fit, read_reductions
+from hvdtrain.commands.scaling.cost_model import (
+    AllreduceTime,
+    Costs,
+    Fit,
+    Step,
+    Traffic,
+    fit,
+    predict,
+    read_reductions,
+)
 from hvdtrain.errors import UsageError
 
 TUTORIAL = {1: 281.22, 2: 382.01, 4: 689.22, 8: 1341.25}  # images/s
