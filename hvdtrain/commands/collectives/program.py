@@ -17,16 +17,18 @@ from hvdtrain.config.command_line import Parser
 from hvdtrain.config.declare import add_options, declared, option
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.config.values import above_zero, counts, names
-from hvdtrain.errors import EXIT_OK, UsageError
+from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.machine import mpi_library
-from hvdtrain.system.output.plots import check_installed
-from hvdtrain.system.output.text import page, plural
+from hvdtrain.system.output import plots
+from hvdtrain.system.output.page import Section, render, write
+from hvdtrain.system.output.tables import TitledTable, message
+from hvdtrain.system.output.text import bandwidth, duration, page, plural, size
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.mpi4py import Mpi4py
-    from hvdtrain.system.output.page import Section
+    from hvdtrain.commands.collectives.timing import JobTimes, LibraryTimes
 
 USAGE = """
   mpirun -n N python -m hvdtrain.collectives [--json] [--html FILE]
@@ -40,6 +42,14 @@ examples:
 
 {page("collectives")} explains the output."""
 TEMPLATE = Path(__file__).with_name("page.html")
+NAMES = {  # of the libraries
+    "mpi4py": "MPI (mpi4py)",
+    "horovod": "Horovod",
+    "gloo": "torch.distributed, Gloo",
+    "nccl": "torch.distributed, NCCL",
+}
+COLUMNS = 3  # panels of timings side by side
+PANEL = 3.4, 2.9  # inches
 
 
 def message_sizes(text: str) -> tuple[int, ...]:
@@ -122,7 +132,7 @@ def main() -> int:
     for path, name in ((options.html, "--html"), (options.plot, "--plot")):
         check_writable(path, name)
         if path:
-            check_installed(name)
+            plots.check_installed(name)
     set_defaults(MPI_VARIABLES)
     if options.time:
         for strategy in STRATEGIES.values():
@@ -160,7 +170,7 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput:
         UsageError: unknown collective or library.
         HvdtrainError: no library could be measured.
     """
-    from hvdtrain.commands.collectives import report, timing
+    from hvdtrain.commands.collectives import timing
     from hvdtrain.commands.collectives.lesson import COLLECTIVES
 
     known = [collective.name for collective in COLLECTIVES]
@@ -172,12 +182,12 @@ def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput:
     }
     hosts = len(set(ranks.gather(socket.gethostname().encode())))
     times = timing.JobTimes(ranks.size, hosts, backends)
-    ranks.on_root(lambda: report.check_measured(times))
+    ranks.on_root(lambda: check_measured(times))
     return ProgramOutput(
-        report.time_text(times),
+        time_text(times),
         asdict(times),
-        partial(report.time_section, times),
-        partial(report.time_figure, times),
+        partial(time_section, times),
+        partial(time_figure, times),
     )
 
 
@@ -197,15 +207,147 @@ def publish(result: ProgramOutput, options: argparse.Namespace, size: int) -> No
     """Write plot and page if requested, and print the result."""
     written: list[Path] = []
     if options.plot and result.figure:
-        from hvdtrain.system.output import plots
-
         written += plots.save(result.figure(), options.plot)
     if options.html:
-        from hvdtrain.system.output.page import render, write
-
         html = render(TEMPLATE, subject="", ranks=plural(size, "rank"), part=result.section())
         write(options.html, html)
         written.append(options.html)
     text = "\n".join([result.text, *([""] if written else []), *map(str, written)])
     sys.stdout.write(f"{json.dumps(result.data) if options.json else text}\n")
     sys.stdout.flush()
+
+
+def time_text(times: JobTimes) -> str:
+    """Return a table per collective and the failed measurements."""
+    job = f"{plural(times.ranks, 'rank')} on {plural(times.hosts, 'host')}"
+    parts = [f"{job}: median time of the slowest rank"]
+    parts += [table.text for table in time_tables(times)]
+    parts += ["\n".join(map(message, left_out(times)))] if left_out(times) else []
+    return "\n\n".join(parts)
+
+
+def time_section(times: JobTimes) -> Section:
+    """Return the section of the page."""
+    plot = plots.inline(time_figure(times))
+    return Section("Duration", left_out(times), plot, time_tables(times))
+
+
+def time_tables(times: JobTimes) -> list[TitledTable]:
+    """Return a table per collective: a row per message size, then latency and bandwidth.
+
+    Times of libraries after the first are followed by their ratio to the first library's.
+    """
+    tables = []
+    for collective in _collectives(times):
+        have = {n: entry for n, entry in times.measured.items() if entry.rows_of(collective)}
+        by_size = zip(*(entry.rows_of(collective) for entry in have.values()), strict=True)
+        rows = [
+            [size(same[0].bytes), *_compared([row.seconds for row in same])] for same in by_size
+        ]
+        fits = [entry.fit_of(collective) for entry in have.values()]
+        latencies = [fit.latency_seconds for fit in fits]
+        rows.append(["latency", *(duration(latency) if latency else "-" for latency in latencies)])
+        rates = [fit.bytes_per_second for fit in fits]
+        rows.append(["bandwidth", *(bandwidth(rate) if rate else "-" for rate in rates)])
+        tables.append(TitledTable(collective, ["message", *(NAMES[name] for name in have)], rows))
+    return tables
+
+
+def check_measured(times: JobTimes) -> None:
+    """Check that at least one measurement succeeded.
+
+    Raises:
+        HvdtrainError: no library could be measured.
+    """
+    if not any(entry.rows for entry in times.measured.values()):
+        raise HvdtrainError(f"all measurements failed. {'; '.join(left_out(times))}")
+
+
+def left_out(times: JobTimes) -> list[str]:
+    """Return a line for each library and collective that could not be measured."""
+    from hvdtrain.commands.collectives.timing import LibraryTimes
+
+    lines = []
+    for name, entry in times.backends.items():
+        if isinstance(entry, LibraryTimes):
+            lines += [f"{NAMES[name]}, {kind}: {reason}" for kind, reason in entry.left_out.items()]
+        else:
+            lines.append(f"{NAMES[name]}: {entry.reason}")
+    return lines
+
+
+def time_figure(times: JobTimes) -> Any:
+    """Return a panel per collective, time over size, as a matplotlib figure.
+
+    Points are measurements; thin lines are the fits, latency + bytes / bandwidth.
+    """
+    from matplotlib import pyplot as plt
+
+    plots.style()
+    collectives = _collectives(times)
+    columns = min(COLUMNS, len(collectives))
+    lines = -(-len(collectives) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(PANEL[0] * columns, PANEL[1] * lines), squeeze=False, sharey=True
+    )
+    for panel in axes.flat[len(collectives) :]:
+        panel.set_axis_off()
+    handles = {}
+    for panel, collective in zip(axes.flat, collectives, strict=False):
+        panel.set_title(collective)
+        for name, entry in times.measured.items():
+            if entry.rows_of(collective):
+                handles[NAMES[name]] = _draw_times(panel, name, entry, collective)
+        _size_axis(panel, [row.bytes for entry in times.measured.values() for row in entry.rows])
+    for panel in axes[:, 0]:
+        panel.set_ylabel("time")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
+    return figure
+
+
+def _draw_times(panel: Any, name: str, entry: LibraryTimes, collective: str) -> Any:
+    """Draw points and fit of a library; return the points."""
+    rows, fit = entry.rows_of(collective), entry.fit_of(collective)
+    sizes = [row.bytes for row in rows]
+    style = plots.series(list(NAMES).index(name))
+    seconds = [row.seconds for row in rows]
+    (points,) = panel.plot(sizes, seconds, **{**style, "linestyle": ""}, label=NAMES[name])
+    per_byte = 1 / fit.bytes_per_second if fit.bytes_per_second else 0.0
+    dense = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 40) for step in range(41)]
+    modelled = [fit.latency_seconds + nbytes * per_byte for nbytes in dense]
+    panel.plot(dense, modelled, color=style["color"], linewidth=1)
+    return points
+
+
+def _size_axis(panel: Any, sizes: Sequence[int]) -> None:
+    """Set logarithmic axes of bytes and seconds with readable units."""
+    from matplotlib import ticker
+
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    first, last = min(sizes), max(sizes)
+    marks = [mark for mark in (4, 2**10, 2**16, 2**22) if first <= mark <= last]
+    panel.set_xticks(marks, [size(mark).replace(".0", "") for mark in marks])
+    panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))
+    panel.minorticks_off()
+    panel.set_xlabel("message")
+
+
+def _tick(seconds: float) -> str:
+    """Return the label of a tick, e.g. ``10 µs``."""
+    number, unit = duration(seconds).split()
+    return f"{float(number):g} {unit}"
+
+
+def _collectives(times: JobTimes) -> list[str]:
+    rows = [row for entry in times.measured.values() for row in entry.rows]
+    return list(dict.fromkeys(row.collective for row in rows))
+
+
+def _compared(times: Sequence[float]) -> list[str]:
+    """Return each time as text, all but the first with the ratio to the first."""
+    shown = [duration(times[0])]
+    for seconds in times[1:]:
+        ratio = seconds / times[0]
+        shown.append(f"{duration(seconds)} ({ratio:.{2 if ratio < 10 else 0}f}x)")
+    return shown

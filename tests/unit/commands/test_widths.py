@@ -15,7 +15,7 @@ from rich.console import Console
 
 from homework import grade
 from hvdtrain.collectives.cost import bandwidths
-from hvdtrain.commands.collectives import lesson, report
+from hvdtrain.commands.collectives import lesson, program
 from hvdtrain.commands.compare.table import MethodResult
 from hvdtrain.commands.compare.table import report_text as comparison_text
 from hvdtrain.commands.doctor import diagnosis
@@ -36,7 +36,7 @@ from hvdtrain.training.summary import rows
 from tests.studies import run
 from tests.terminal import record, screen
 from tests.timelines import straggling
-from tests.unit.commands.collectives import test_report
+from tests.unit.commands.collectives import test_program
 from tests.unit.commands.install_horovod.conftest import BOTH
 from tests.unit.training import test_summary
 
@@ -135,7 +135,7 @@ def collectives() -> str:
         for one in lesson.COLLECTIVES
         for before in [[one.before(rank, size) for rank in range(size)]]
     ]
-    return f"{lesson.text(outcomes)}\n\n{report.time_text(test_report.TIMES)}"
+    return f"{lesson.text(outcomes)}\n\n{program.time_text(test_program.TIMES)}"
 
 
 def trained() -> str:

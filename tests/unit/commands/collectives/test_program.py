@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.commands.collectives.report import (
+from hvdtrain.commands.collectives.program import (
     check_measured,
     left_out,
     time_figure,
