@@ -19,7 +19,7 @@ from hvdtrain.commands.doctor.checks import files, hosts, loading, machine, mpi,
 from hvdtrain.commands.doctor.findings import ERROR, WARNING, Finding, count, findings_text, summary
 from hvdtrain.commands.doctor.rank_report import WorldReport
 from hvdtrain.commands.install_horovod import toolchain
-from hvdtrain.commands.install_horovod.installed import mend_file
+from hvdtrain.commands.install_horovod.build import mend_file
 from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
 from hvdtrain.config.strategies import HOROVOD
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError

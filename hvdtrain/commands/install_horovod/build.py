@@ -1,11 +1,14 @@
 """Build the wheel: run the recipe's commands, log their output, show their progress; then prove it.
 
-The proof is an allreduce per framework on two ranks of mpirun.
+The proof is an allreduce per framework on two ranks of mpirun. Last: the installed wheel, and the
+repair of torchvision that is installed with it.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import logging
@@ -23,9 +26,11 @@ from hvdtrain.commands.install_horovod.recipe import BuildTarget, Workshop
 from hvdtrain.commands.install_horovod.toolchain import BuildMpi, Toolchain
 from hvdtrain.commands.install_horovod.wheel_cache import CachedWheel, WheelCache, file_hash
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.system.files import replacing
 from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, run
+from hvdtrain.workloads import torchvision_mend
 
 log = logging.getLogger(__name__)
 
@@ -323,3 +328,69 @@ def _failure(framework: str, result: CommandResult, answer: Mapping[str, object]
     if result.exit_code == TIMED_OUT:
         end = f"no end within {TIMEOUT:.0f} s"
     return f"the proof for {framework} failed: allreduce on {RANKS} ranks, {end} ({cause})"
+
+
+def find_installed(site_packages: Path) -> importlib.metadata.Distribution | None:
+    """Return the Horovod installed in ``site_packages``, bypassing importlib's caches."""
+    importlib.invalidate_caches()
+    matches = importlib.metadata.distributions(name="horovod", path=[str(site_packages)])
+    return next(iter(matches), None)
+
+
+def wheel_hash(distribution: importlib.metadata.Distribution | None) -> str | None:
+    """Return the SHA-256 of the installed wheel file, as recorded by pip.
+
+    Source: the ``direct_url.json`` of the packaging specifications. None if the distribution is
+    from an index, or was installed by another tool.
+    """
+    try:
+        text = distribution.read_text("direct_url.json") if distribution else None
+        archive = json.loads(text or "{}").get("archive_info", {})
+    except (OSError, ValueError, AttributeError):
+        return None
+    value = archive.get("hashes", {}).get("sha256") or archive.get("hash", "")
+    return str(value).removeprefix("sha256=") or None
+
+
+def is_complete(distribution: importlib.metadata.Distribution | None) -> bool:
+    """Return whether every file of the distribution exists with its recorded size."""
+    if distribution is None or not distribution.files:
+        return False
+    for file in distribution.files:
+        path = Path(str(file.locate()))
+        if file.size is not None and (not path.is_file() or path.stat().st_size != file.size):
+            return False
+    return True
+
+
+def mend_file(site_packages: Path) -> Path:
+    """Return the path of the .pth file that repairs torchvision's import in the environment."""
+    return site_packages / "hvdtrain_torchvision.pth"
+
+
+def mend_torchvision(site_packages: Path) -> None:
+    """Repair torchvision's import in the environment, until Horovod is uninstalled.
+
+    The files are added to Horovod's RECORD, so that pip removes them with Horovod.
+    """
+    switch = mend_file(site_packages)
+    added = {
+        f"{switch.stem}.py": Path(torchvision_mend.__file__).read_bytes(),
+        switch.name: f"import {switch.stem}\n".encode(),  # Python executes it at start
+    }
+    distribution = find_installed(site_packages)
+    assert distribution is not None and distribution.files
+    [file] = [file for file in distribution.files if file.name == "RECORD"]
+    record = Path(str(file.locate()))
+    lines = record.read_text().splitlines()
+    lines = [line for line in lines if line.partition(",")[0] not in added]
+    for name, data in added.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
+        lines.append(f"{name},sha256={digest.rstrip('=')},{len(data)}")
+    text = "".join(f"{line}\n" for line in lines)
+    for path, data in (
+        (record, text.encode()),
+        *((site_packages / name, data) for name, data in added.items()),
+    ):
+        with replacing(path) as stream:
+            stream.write(data)

@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.commands.install_horovod import recipe
-from hvdtrain.commands.install_horovod.build import Build, proof_command, prove
-from hvdtrain.commands.install_horovod.installed import (
+from hvdtrain.commands.install_horovod.build import (
+    Build,
     find_installed,
     is_complete,
     mend_torchvision,
+    proof_command,
+    prove,
     wheel_hash,
 )
 from hvdtrain.commands.install_horovod.plan import BuildPlan, InstallOptions, make_plan

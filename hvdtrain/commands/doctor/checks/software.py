@@ -12,7 +12,7 @@ from pathlib import Path
 import hvdtrain
 from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
-from hvdtrain.commands.install_horovod.installed import find_installed, wheel_hash
+from hvdtrain.commands.install_horovod.build import find_installed, wheel_hash
 from hvdtrain.commands.install_horovod.plan import NAMES, nccl_problems
 from hvdtrain.commands.install_horovod.toolchain import Toolchain
 from hvdtrain.config.strategies import HOROVOD
