@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from hvdtrain.commands.doctor.checks import files, hosts, loading, machine, mpi, ranks, software
+from hvdtrain.commands.doctor.checks import files, hosts, loading, machine, ranks, software
 from hvdtrain.commands.doctor.findings import ERROR, WARNING, Finding, count, findings_text, summary
 from hvdtrain.commands.doctor.rank_report import WorldReport
 from hvdtrain.commands.install_horovod import toolchain
@@ -108,7 +108,7 @@ def check_host(environ: Mapping[str, str], request: Request | None = None) -> It
     yield from software.gpu_tensor_findings(
         horovod, tools, has_nccl=loading.has_nccl(), gpus=len(driver.gpus) if driver else 0
     )
-    yield from mpi.mpi_findings(mpi.find_mpis(environ, mpi4py, loaded))
+    yield from software.mpi_findings(software.find_mpis(environ, mpi4py, loaded))
     yield from machine.tool_findings(tools)
     yield machine.gpu_finding(driver, tools)
     local_ranks = hosts.ranks_here(request, batch.allocation, local_names)

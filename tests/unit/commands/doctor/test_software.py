@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.commands.doctor.checks import loading, machine, mpi, software
+from hvdtrain.commands.doctor.checks import loading, machine, software
 from hvdtrain.commands.doctor.checks.loading import Loaded
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from hvdtrain.commands.install_horovod.toolchain import Cuda, Nccl, Toolchain
@@ -31,8 +31,8 @@ def mpirun(dialect: str) -> MpiLauncher:
     return MpiLauncher(dialect, "/env/bin/mpirun", "5.0.11")
 
 
-def mpi_facts(**changes: Any) -> mpi.MpiFacts:
-    usual = mpi.MpiFacts(
+def mpi_facts(**changes: Any) -> software.MpiFacts:
+    usual = software.MpiFacts(
         launcher=mpirun("openmpi5"),
         error="",
         environment_mpirun="/env/bin/mpirun",
@@ -59,14 +59,14 @@ def mpi_facts(**changes: Any) -> mpi.MpiFacts:
     ],
 )
 def test_the_three_mpis_must_agree(changes: dict[str, Any], state: str, words: str) -> None:
-    finding = by_check(mpi.mpi_findings(mpi_facts(**changes)))["MPI agreement"]
+    finding = by_check(software.mpi_findings(mpi_facts(**changes)))["MPI agreement"]
     assert_finding(finding, state, words)
     assert state != OK or finding.evidence.startswith(words)
 
 
 def test_a_missing_mpirun_and_a_failing_mpi4py_are_errors() -> None:
     facts = mpi_facts(launcher=None, error="no mpirun on the PATH", mpi4py=Loaded("no libmpi"))
-    findings = by_check(mpi.mpi_findings(facts))
+    findings = by_check(software.mpi_findings(facts))
     assert (findings["mpirun"].state, findings["mpi4py"].state) == (ERROR, ERROR)
     assert "put /env/bin/mpirun on the PATH" in findings["mpirun"].remedy
 
@@ -75,7 +75,7 @@ def test_the_remedy_for_a_missing_mpirun_is_not_repeated(tmp_path: Path) -> None
     with pytest.raises(UsageError) as error:
         find_mpi({"PATH": str(tmp_path)})
     facts = mpi_facts(launcher=None, error=str(error.value), environment_mpirun="")
-    finding = by_check(mpi.mpi_findings(facts))["mpirun"]
+    finding = by_check(software.mpi_findings(facts))["mpirun"]
     assert "hvdtrain[mpi]" not in finding.evidence
     assert "hvdtrain[mpi]" in finding.remedy
 
