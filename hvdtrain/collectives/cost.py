@@ -51,7 +51,7 @@ def fit(times: Sequence[tuple[int, float]]) -> Link:
     rows = [[1 / seconds, nbytes / seconds] for nbytes, seconds in times]
     # Scaled, as seconds per byte are a millionth of seconds per message.
     largest = [max(column) or 1.0 for column in zip(*rows, strict=True)]
-    scaled = [[one / largest[0], sent / largest[1]] for one, sent in rows]
+    scaled = [[rate / largest[0], sent / largest[1]] for rate, sent in rows]
     shares = _non_negative_shares(scaled)
     # A ten-thousandth of every time is not significant.
     latency, transfer = (share if share > LEAST_SHARE else 0.0 for share in shares)

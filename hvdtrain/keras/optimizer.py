@@ -248,13 +248,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         UsageError: no optimizer of Keras 3, or distributed already; an unsupported value.
     """
     _check(optimizer, process_set)
-    average = _is_average(op)
-    factor = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
     reduction = StepSum(
         optimizer,
         name or f"gradients.{len(_step_sums)}",  # the same on all ranks
-        average=average,
-        factor=factor,
+        average=_is_average(op),
+        factor=_accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients),
         predivide=gradient_predivide_factor,
         compression=compression,
         device=device_dense,

@@ -174,11 +174,11 @@ def _strategies(requested: Sequence[str], compression: str) -> list[tuple[str, s
                 raise UsageError(
                     f"--strategies {text!r}: {word} is not allowed for a single strategy"
                 )
-        own = value_of(options, COMPRESSION)
+        stated = value_of(options, COMPRESSION)
         remaining = shlex.join(without_option(options, COMPRESSION))
         for strategy in STRATEGIES if name == ALL else [name]:
             inherited = compression if STRATEGIES[strategy].compressions else NONE
-            strategies.append((strategy, inherited if own is None else own, remaining))
+            strategies.append((strategy, inherited if stated is None else stated, remaining))
     return sorted(strategies, key=lambda strategy: strategy[::2] != (ONE_PROCESS.name, ""))
 
 

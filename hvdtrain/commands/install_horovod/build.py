@@ -117,8 +117,8 @@ class Build:
         if tools.tensorflow and "tensorflow" in target.frameworks:
             facts["tensorflow"] = [tools.tensorflow.version, tools.tensorflow.cuda is not None]
         if target.gpu == "nccl" and tools.cuda and tools.nccl:
-            place = "package" if tools.cuda.is_package else str(tools.cuda.home)
-            facts["cuda"] = [tools.cuda.version, place, *target.cuda_arches]
+            home = "package" if tools.cuda.is_package else str(tools.cuda.home)
+            facts["cuda"] = [tools.cuda.version, home, *target.cuda_arches]
             facts["nccl"] = [tools.nccl.version, str(tools.foreign_nccl or "")]
         return facts
 

@@ -92,8 +92,8 @@ def members(prefix: Path) -> list[Member]:
         trees.append(base)
     paths = [(tree, names) for tree in trees for names in _walk(tree)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda item: _member(item[0], item[1], trees), paths))
-    return sorted((member for member in found if member), key=lambda member: member[0].name)
+        listed = list(pool.map(lambda item: _member(item[0], item[1], trees), paths))
+    return sorted((member for member in listed if member), key=lambda member: member[0].name)
 
 
 def _base(prefix: Path) -> Tree | None:
@@ -166,14 +166,14 @@ def packed(prefix: Path, folder: Path) -> Iterator[tuple[Path, int, str]]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="environment-", dir=folder) as own:
-            archive = Path(own, "tar")
+        with tempfile.TemporaryDirectory(prefix="environment-", dir=folder) as scratch:
+            archive = Path(scratch, "tar")
             with terminal.working(f"packing {prefix}"), archive.open("w+b") as file:
-                found = members(prefix)
-                total = sum(member.size for member, _ in found)
-                log.info("packing %s: %s, %s", prefix, plural(len(found), "file"), size(total))
+                listed = members(prefix)
+                total = sum(member.size for member, _ in listed)
+                log.info("packing %s: %s, %s", prefix, plural(len(listed), "file"), size(total))
                 with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
-                    for member, path in found:
+                    for member, path in listed:
                         _add(tar, member, path)
                 file.seek(0)
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -211,8 +211,8 @@ class StagedEnvironment:
             UsageError: it is in none.
         """
         self._launch, program = launch, launch.words[0]
-        found = shutil.which(program, path=launch.environ.get("PATH"))
-        self._program = Path(found or program).absolute()
+        executable = shutil.which(program, path=launch.environ.get("PATH"))
+        self._program = Path(executable or program).absolute()
         self.prefix = prefix = self._program.parent.parent
         if not ((prefix / CONFIG).is_file() or (prefix / "conda-meta").is_dir()):
             raise UsageError(
