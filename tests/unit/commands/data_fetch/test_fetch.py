@@ -7,11 +7,7 @@ import functools
 import hashlib
 import io
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import tarfile
 import tempfile
 import threading
@@ -242,29 +238,6 @@ def test_a_run_killed_at_any_stage_is_continued(
     assert files_below(tmp_path) == IMAGES
     assert server.requests == ([] if first is None else [("i.tgz", first)])
     assert [path.name for path in (tmp_path / WORK).parent.iterdir()] == ["i.tgz.json"]
-
-
-def test_a_killed_process_releases_its_lock(
-    server: Server, one_file: Callable[[], Fetch], tmp_path: Path
-) -> None:
-    server.breaks_after = [40_000, 0]
-    program = f"""
-import os, signal
-from pathlib import Path
-from hvdtrain.commands.data_fetch import fetch  # whose pause between two tries ends the process
-from hvdtrain.commands.data_fetch.catalogue import DataSet, Remote, unchanged
-fetch.time.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
-remote = {one_file().data_set.remotes[0]!r}
-data_set = DataSet("mnist", "", "", (remote,), unchanged)
-fetch.Fetch(data_set, Path({str(tmp_path)!r}), {server.url!r}).run()
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ, capture_output=True, check=False
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    one_file().run()
-    assert server.requests[-1] == ("a.gz", 40_000)
-    assert files_below(tmp_path) == {"a.gz": NOISE}
 
 
 def test_the_space_needed_is_what_is_missing(one_file: Callable[[], Fetch], tmp_path: Path) -> None:

@@ -85,13 +85,6 @@ def test_an_odd_file_is_left_out_with_the_cause(
     assert cause in note
 
 
-def test_what_was_left_out_is_on_the_page(tmp_path: Path) -> None:
-    for name, content, _ in ODD:
-        write(tmp_path, name, content)
-    page = render(look(tmp_path))
-    assert all(f"<li>{name}: " in page for name, _, _ in ODD)
-
-
 def test_what_is_too_large_is_left_out(tmp_path: Path) -> None:
     large = ("big.jsonl", "compare.jsonl", "results.jsonl", STATE)
     for name in large:

@@ -231,22 +231,6 @@ def test_the_curves_are_those_of_the_last_run(tmp_path: Path) -> None:
         assert (steps, epochs) == expected[curves.path.parent.name]
 
 
-def test_a_timeline(tmp_path: Path) -> None:
-    events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "gradients.0"}},
-    ]
-    for step in range(4):
-        at = 1000 * step
-        for name, begin, end in (("NEGOTIATE_ALLREDUCE", 0, 100), ("ALLREDUCE", 100, 200)):
-            events.append({"ph": "B", "name": name, "ts": at + begin, "pid": 0})
-            events.append({"ph": "E", "ts": at + end, "pid": 0})
-    with gzip.open(tmp_path / "timeline.json.gz", "wt") as file:
-        file.write(json.dumps(events))
-    contents = look(tmp_path)
-    assert list(contents.timelines) == [Path("timeline.json.gz")]
-    assert "Timeline timeline.json.gz" in render(contents)
-
-
 def test_lateness_is_shown_if_known_for_most_steps(tmp_path: Path) -> None:
     text = straggling(10).text
     for name, steps in (("all", 10), ("first", 2)):  # with Horovod's cache, only the first ones

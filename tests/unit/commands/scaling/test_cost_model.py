@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hvdtrain.collectives.cost import ring_hops, ring_volume
 from hvdtrain.commands.scaling.cost_model import (
@@ -27,13 +25,6 @@ from hvdtrain.errors import UsageError
 
 TUTORIAL = {1: 281.22, 2: 382.01, 4: 689.22, 8: 1341.25}  # images/s
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-COSTS = st.builds(
-    Costs,
-    compute=st.floats(1e-4, 10),
-    latency=st.floats(0, 1e-2),
-    transfer=st.floats(0, 1),
-    overlap=st.floats(0, 1),
-)
 TRUTH = Costs(compute=0.2, latency=5e-3, transfer=0.08)
 STRONG = replace(TRUTH, compute=4.0, fixed=0.4, latency=4e-3, transfer=0.4)
 
@@ -87,18 +78,6 @@ def test_strong_scaling_shrinks_all_but_the_fixed_part() -> None:
     assert costs.step(4, 1, strong=True).total == pytest.approx(0.2 + 0.8 / 4)
     assert exact(costs, strong=True).efficiency(4).middle == pytest.approx(1 / 4 / 0.4)
     assert exact(costs).efficiency(4).middle == 1
-
-
-@given(COSTS, st.integers(1, 4096))
-def test_invariants_for_any_costs(costs: Costs, ranks: int) -> None:
-    parts = costs.parts(ranks)
-    assert parts.compute == costs.compute
-    assert parts.latency >= 0 and parts.transfer >= 0
-    reduce = costs.latency * ring_hops(ranks) + costs.transfer * ring_volume(ranks)
-    hidden = reduce - parts.latency - parts.transfer
-    assert hidden <= costs.overlap * reduce + 1e-9
-    assert hidden <= costs.compute * 2 / 3 + 1e-9
-    assert exact(costs).efficiency(ranks).middle <= 1 + 1e-9
 
 
 def test_the_truth_is_recovered() -> None:
@@ -191,20 +170,6 @@ def test_points_that_scatter_more_than_their_errors_widen_the_range() -> None:
     assert bad.misfit > 3
     widths = [f.high - f.low for f in (good.efficiency(256), bad.efficiency(256))]
     assert widths[1] > 3 * widths[0]
-
-
-@pytest.mark.parametrize(
-    ("strong", "seconds", "exposed"),
-    [(False, (1.0, 0.01, 1.0), 0.5), (True, (0.01, 0.01, 100.0), 0.0)],
-)
-def test_measurements_that_contradict_the_model_are_fitted(
-    strong: bool, seconds: tuple[float, ...], exposed: float
-) -> None:
-    """The search for the least squares ends at its limit, with a large misfit."""
-    points = [Step(p, s, 0.01, exposed * s, 0.01) for p, s in zip((1, 2, 4), seconds, strict=True)]
-    table = [AllreduceTime(4, nbytes, 1.0) for nbytes in (4, 10**8)]
-    fitted = fit(points, strong=strong, reductions=table, traffic=Traffic(4, 10**8))
-    assert fitted.misfit > 5
 
 
 def test_the_limit_is_named() -> None:

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib import pyplot as plt
 
 from hvdtrain import cli
@@ -20,7 +18,6 @@ from hvdtrain.commands.scaling.runs import LINES, MeasuredRun, append_line
 from hvdtrain.commands.scaling.sweep import ScalingOptions
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import plots
-from hvdtrain.system.output.text import number
 from tests.studies import TUTORIAL, run
 
 RATES = {1: 281.22, 2: 382.01, 4: 689.22, 8: 1341.25}  # images/s of the tutorial
@@ -191,14 +188,6 @@ def test_strong_scaling_predicts_at_most_as_many_ranks_as_samples() -> None:
     assert "more than 100 would be more ranks than samples" in flat(study)
 
 
-@given(st.dictionaries(st.sampled_from((1, 2, 4, 8)), st.floats(0.1, 1e6), min_size=1))
-def test_any_measurement_can_be_reported(rates: dict[int, float]) -> None:
-    runs = [run(ranks, rate=rate, step_split=None) for ranks, rate in rates.items()]
-    text = study_text(make_study(runs, "weak", ranks=(16,)))
-    for rate in rates.values():
-        assert number(rate) in text
-
-
 # Parts of a step that a table reports
 
 
@@ -225,21 +214,6 @@ def test_a_step_is_the_sum_of_its_parts_if_all_are_known(
     parts: dict[str, float], seconds: float
 ) -> None:
     assert summarize(runs_of(parts))[0].seconds == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [{"communication": 0.0}, {"communication": 0.01}, {"communication": 0.02}],
-        [{"communication": 0.1}] * 3,  # nothing else
-        [{"communication": 0.2}, {"communication": 0.3}, {"communication": 0.3}],  # too much
-        [{"data": 0.0, "compute": 0.0, "communication": 0.1, "waiting": 0.0}] * 3,
-    ],
-)
-def test_any_parts_can_be_reported(parts: list[dict[str, float]]) -> None:
-    study = make_study(runs_of(*parts), "weak", ranks=(16,))
-    assert "Predicted efficiency" in study_text(study)
-    assert 0.5 < study.predictions[0].efficiency.middle < 1.1  # all measured sizes are at 1
 
 
 # The prediction

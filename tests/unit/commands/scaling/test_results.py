@@ -74,12 +74,3 @@ def test_any_study(rates: dict[int, list[float]]) -> None:
         assert point.efficiency * point.ranks == pytest.approx(point.speedup * base.ranks)
         if point.interval:
             assert point.interval[0] <= point.efficiency <= point.interval[1]
-
-
-@given(STUDIES, st.floats(0.01, 100))
-def test_a_machine_twice_as_fast_scales_no_better(
-    rates: dict[int, list[float]], factor: float
-) -> None:
-    scaled = {ranks: [rate * factor for rate in repeats] for ranks, repeats in rates.items()}
-    for slow, fast in zip(points(rates), points(scaled), strict=True):
-        assert fast.efficiency == pytest.approx(slow.efficiency)

@@ -313,16 +313,6 @@ def test_the_state_history_of_a_file_adds_up(tmp_path: Path) -> None:
     assert all(sum(parts) == near(width) for parts in list(zip(*columns, strict=True))[:-1])
 
 
-def test_memory_does_not_grow_with_nameless_tensors(tmp_path: Path) -> None:
-    timeline = Timeline()
-    for number in range(500):
-        timeline.negotiate(f"allreduce.noname.{number}", 100 * number, {0: 0, 1: 5})
-        timeline.allreduce([f"allreduce.noname.{number}"], 100 * number + 10, 10, (2,))
-    _, analysis = analyse(timeline.write(tmp_path))
-    assert len(analysis.tensors) == 0
-    assert list(analysis.rows.by_name) == ["allreduce.noname.*"]
-
-
 # Operations outside the steps do not affect the numbers of the steps
 
 OPERATIONS = 10  # per step

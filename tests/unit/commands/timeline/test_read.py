@@ -161,9 +161,3 @@ def test_a_large_file_of_another_kind_is_not_read_to_its_end(tmp_path: Path) -> 
     with pytest.raises(UsageError):
         list(timeline(reading))
     assert reading.size <= 2_000_000
-
-
-@pytest.mark.parametrize(("name", "message"), [("missing", "No such file"), (".", "directory")])
-def test_an_unreadable_file_is_reported(name: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=message):
-        events_of(tmp_path / name)

@@ -126,7 +126,6 @@ LARGE = {"each": 20_000, "shape": (5_000_000,)}
         (steps(length=400, each=10, cycle=100), "nothing wrong", 0, []),
         (steps(length=40_000, each=50, cycle=1_000), "nothing wrong", 0, []),
         (hidden(), "nothing wrong", 0, []),
-        (Timeline(), "too little", 0, ["no tensor was submitted"]),
         (steps(count=1), "too little", 0, ["occurs twice"]),
         (steps(ready={0: 0}), "too little", 0, ["a single rank"]),
     ],
