@@ -34,20 +34,6 @@ def name(path: Path) -> str:
     return path.stem
 
 
-def test_all_scripts_exist() -> None:
-    assert {path.name for path in SCRIPTS} >= {
-        "model_parallel.py",
-        "pi.py",
-        "plot_accuracy.py",
-        "pytorch_mnist.py",
-        "pytorch_mnist_hvd.py",
-        "tensorflow2_mnist.py",
-        "tensorflow2_mnist_hvd.py",
-        "train_resnet34.py",
-        "train_resnet34_hvd.py",
-    }
-
-
 @pytest.mark.parametrize("path", SCRIPTS, ids=name)
 def test_one_file_of_at_most_150_lines_without_hvdtrain(path: Path) -> None:
     text = path.read_text()

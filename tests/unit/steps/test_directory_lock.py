@@ -44,16 +44,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_lock_is_taken_and_released(tmp_path: Path) -> None:
-    for _ in range(2):
-        lock = DirectoryLock(tmp_path)
-        lock.take()
-        lock.check()
-        assert names(tmp_path) == [NAME]
-        lock.release()
-        assert names(tmp_path) == []
-
-
 def test_the_holding_training_is_named(
     tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

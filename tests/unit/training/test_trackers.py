@@ -146,11 +146,6 @@ def test_a_process_that_fails_ends_the_run() -> None:
     assert len(notebook.calls) == 2
 
 
-def test_only_finite_measurements_are_curves() -> None:
-    assert points("step", STEP) == {"step/loss": 0.25, "step/learning_rate": 0.1}
-    assert points("epoch", EPOCH) == {"epoch/eval_accuracy": 0.5}
-
-
 def test_nested_values_have_short_texts() -> None:
     values = {"a": 1, "b": {"c": (1, 2), "d": {"e": "x" * 999}}, "f": None, "g": Path("p")}
     assert dict(flat(values)) == {"a": "1", "b.c": "[1, 2]", "b.d.e": "x" * 500, "g": '"p"'}

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hvdtrain.system.machine.threads import (
     RankCores,
@@ -47,28 +45,6 @@ ALL8 = frozenset(range(8))
 )
 def test_threads(affinities: list[frozenset[int]], threads: list[int]) -> None:
     assert [threads_per_rank(affinities, rank) for rank in range(len(affinities))] == threads
-
-
-SETS = st.frozensets(st.integers(0, 7), min_size=1)
-
-
-@given(st.lists(SETS, min_size=1, max_size=10))
-def test_a_rank_has_from_one_thread_to_one_per_core(affinities: list[frozenset[int]]) -> None:
-    for rank, mine in enumerate(affinities):
-        assert 1 <= threads_per_rank(affinities, rank) <= len(mine)
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_ranks_bound_to_domains_do_not_oversubscribe_them(domains: list[int]) -> None:
-    affinities = [frozenset(range(8 * domain, 8 * domain + 8)) for domain in domains]
-    for domain in set(domains):
-        threads = [
-            threads_per_rank(affinities, rank)
-            for rank, mine in enumerate(domains)
-            if mine == domain
-        ]
-        assert sum(threads) <= 8
-        assert threads == [8 // len(threads)] * len(threads)
 
 
 @pytest.mark.parametrize(

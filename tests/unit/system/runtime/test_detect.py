@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hvdtrain.system.runtime.detect import (
     BY_HAND,
@@ -134,14 +132,6 @@ def test_without_local_numbers_one_host_is_assumed(name: str) -> None:
     assert detect(without(TABLE[name], *local)) == expected
     for value in ("", "many"):
         assert detect({**TABLE[name], **dict.fromkeys(local, value)}) == expected
-
-
-@given(st.sampled_from(sorted(TABLE)), st.text(max_size=6), st.data())
-def test_no_value_raises(name: str, value: str, data: st.DataObject) -> None:
-    variable = data.draw(st.sampled_from(sorted(TABLE[name])))
-    launch = detect({**TABLE[name], variable: value})
-    # Without its mark, --spawn's variables are those set by hand.
-    assert launch.launcher in (name, None, *([BY_HAND] if name == SPAWN else []))
 
 
 @pytest.mark.parametrize(
