@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import shutil
@@ -57,15 +56,6 @@ def test_a_pipe_that_nobody_reads(option: str, tmp_path: Path) -> None:
     )
     assert_one_line(outcome, 2, f"--{option} {pipe} cannot be written: the pipe has no reader")
     assert pipe.is_fifo()
-
-
-def test_a_truncated_idx_file(tmp_path: Path, mnist: Path) -> None:
-    for file in mnist.iterdir():
-        (tmp_path / file.name.removesuffix(".gz")).write_bytes(gzip.decompress(file.read_bytes()))
-    broken = tmp_path / "train-images-idx3-ubyte"
-    os.truncate(broken, 1_000_000)
-    outcome = resident.ranks(2, "-m", "hvdtrain.mnist", f"--data={tmp_path}")
-    assert_one_line(outcome, 2, str(broken), "copy it again")
 
 
 @pytest.fixture
@@ -130,12 +120,6 @@ def test_a_broken_jpeg_is_named_and_grey_and_cmyk_ones_are_taken(
     done = json.loads(summary.read_text())
     samples = 16 if framework == "pytorch" else 15
     assert (done["samples_trained"], done["eval_samples"]) == (samples, 16)
-
-
-def test_an_empty_class_folder(pictures: Path) -> None:
-    (pictures / "train" / os.fsdecode(b"em\xfc")).mkdir()  # no UTF-8
-    outcome = resident.ranks(2, "-m", "hvdtrain.resnet", f"--data={pictures}", *SHORT)
-    assert_one_line(outcome, 2, f"{pictures}/train/em\\udcfc holds no image")
 
 
 def test_a_full_shared_memory(pictures: Path) -> None:
@@ -207,15 +191,6 @@ def test_a_rank_that_leaves_is_named(how: str, code: int, words: str, framework:
     )
 
 
-def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
-    train(1, tmp_path, "mnist", "--num-steps=1", "--model=small")
-    before = sorted((tmp_path / "checkpoints").rglob("*"))
-    line = ("-m", "hvdtrain.mnist", "--num-steps=2", f"--checkpoint-dir={tmp_path / 'checkpoints'}")
-    outcome = resident.ranks(2, *line, "--model=tutorial")
-    assert_one_line(outcome, 2, "'small' there, 'tutorial' here")
-    assert sorted((tmp_path / "checkpoints").rglob("*")) == before
-
-
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     options = ("--model=small", "--checkpoint-every=2")
     first = train(2, tmp_path, "mnist", *options, "--num-steps=4")
@@ -223,15 +198,6 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     again = train(2, tmp_path, "mnist", *options, "--num-steps=6", "--resume=must")
     assert again.summary["steps_completed"] == 6
     assert "is damaged" not in again.outcome.err  # --quiet
-
-
-def test_escape_sequences_of_a_checkpoint_are_shown_as_text(tmp_path: Path) -> None:
-    (tmp_path / "step-000000001").mkdir()
-    state = tmp_path / "step-000000001" / "state.json"
-    state.write_text(json.dumps({"format": "\x1b]0;title\x07"}))
-    outcome = run([sys.executable, "-m", "hvdtrain.mnist", f"--checkpoint-dir={tmp_path}"])
-    assert outcome.code == 2 and len(outcome.said) == 2
-    assert all(r"format \x1b]0;title\x07" in line for line in outcome.said)
 
 
 @pytest.mark.parametrize("strategy", ["horovod", "fsdp"])

@@ -11,7 +11,7 @@ from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.steps.summary import Summary
 from tests.conftest import LONG
 from tests.parallel import resident
-from tests.parallel.conftest import SCRIPTS, assert_one_line, run_script
+from tests.parallel.conftest import SCRIPTS, run_script
 
 COMPRESSED = [
     (framework, name)
@@ -62,11 +62,6 @@ def test_messages_are_of_the_number_and_the_type_requested(
     assert done.compression == ("fp16" if options else "none")
     assert done.gradient_messages and done.gradient_messages.count == messages
     assert 1 <= done.gradient_messages.bytes / (size * PARAMETERS) < 1.02  # and flags
-
-
-def test_a_compression_that_is_not_there_is_told() -> None:
-    outcome = resident.ranks(2, *MNIST, "--compression=bf16")
-    assert_one_line(outcome, 2, "--compression bf16: Horovod", "--compression fp16")
 
 
 @pytest.mark.parametrize(

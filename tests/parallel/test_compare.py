@@ -63,13 +63,6 @@ def test_the_rows_agree_with_the_runs(compared: tuple[Path, Outcome]) -> None:
         assert sent == 0 if row["ranks"] == 1 else 8 * 21_840 <= sent < 8 * 22_200
 
 
-def test_another_training_is_rejected(compared: tuple[Path, Outcome]) -> None:
-    folder, _ = compared
-    outcome = run([*VERB, "--out", str(folder), "--", *TRAIN, *PLAIN, "--lr", "1"])
-    assert (outcome.code, json.loads(outcome.out)["ok"]) == (2, False)
-    assert "runs of another command" in outcome.err
-
-
 def test_a_method_that_the_trainer_rejects_is_not_available(tmp_path: Path) -> None:
     options = ["--strategies", "single", "--precision", "fp16", "--out", str(tmp_path)]
     outcome = run([*VERB, *options, "--", *TRAIN], CUDA_VISIBLE_DEVICES="")

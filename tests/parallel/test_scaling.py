@@ -121,22 +121,6 @@ def test_each_rank_had_the_same_threads(study: tuple[Path, Outcome]) -> None:
     assert len(threads) == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ([*TRAIN, "--lr", "1"], "runs of another command"),
-        ([*TRAIN, "--timeline", "t.json"], "--timeline in the command"),
-    ],
-)
-def test_another_training_is_rejected(
-    command: list[str], message: str, study: tuple[Path, Outcome]
-) -> None:
-    outcome = scaling(study[0], *command)
-    assert (outcome.code, json.loads(outcome.out)["ok"]) == (2, False)
-    assert len(outcome.said) == 1 and message in outcome.said[0]
-    assert len(lines(study[0])) == 2
-
-
 def test_runs_of_two_models_are_not_comparable(study: tuple[Path, Outcome], tmp_path: Path) -> None:
     single, double = lines(study[0])
     double["summary"]["model"] = "tutorial"
@@ -155,17 +139,6 @@ def test_a_command_that_fails(tmp_path: Path) -> None:
     assert "the run on 1 rank failed" in outcome.said[-1]
     assert "no such luck" in (tmp_path / "runs" / "1-1.log").read_text()
     assert lines(tmp_path) == []
-
-
-def test_the_report_of_a_study(study: tuple[Path, Outcome]) -> None:
-    outcome = run([*VERB, "report", str(study[0]), "--json"])
-    assert outcome.code == 0, outcome.err
-    counts = json.loads(outcome.out)
-    assert (counts["summaries"], counts["curves"], counts["studies"]) == (2, 2, 1)
-    page = (study[0] / "report.html").read_text()
-    for word in ("Scaling study", "runs/2-1.json", "speed-up", "Learning rate", "num_steps"):
-        assert word in page
-    assert "http" not in page.replace("http-equiv", "")  # no network access
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -95,20 +95,6 @@ def test_ctrl_c_at_a_bare_mpirun_is_reported() -> None:
     assert rows[-1] == "hvdtrain: SIGTERM: stopped; nothing was saved (no --checkpoint-dir)", rows
 
 
-@on_demand
-def test_a_second_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
-    # A rank that handles the stop signal, but does not stop.
-    stubborn = tmp_path / "stubborn.py"
-    stubborn.write_text(
-        "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: None)\n"
-        "print('step 1', flush=True)\nfor _ in range(600): time.sleep(0.1)\n"
-    )
-    line = (*LAUNCH, sys.executable, str(stubborn))
-    seen = record(line, columns=80, interrupt=["step 1", "waiting for the ranks"])
-    rows = [row for row in screen(seen.text) if row]
-    assert (seen.code, rows[-1]) == (130, "hvdtrain: interrupted"), seen.text
-
-
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [

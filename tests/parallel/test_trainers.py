@@ -187,19 +187,6 @@ def test_a_signal_to_all_processes_of_a_job_saves_although_workers_read_its_data
     assert_gone(workers)
 
 
-def test_metrics_and_a_tracker(tmp_path: Path) -> None:
-    files = (f"--metrics={tmp_path / 'm.jsonl'}", f"--tracker=tensorboard={tmp_path / 'board'}")
-    outcome = completed(2, "-m", "hvdtrain.mnist", "--model=small", "--epochs=3", *files)
-    assert "test accuracy" in outcome.out
-    assert "\x1b" not in outcome.out  # plain lines where no person watches
-    rows = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-    epochs = [row for row in rows if row["kind"] == "epoch"]
-    assert [row["epoch"] for row in epochs] == [0, 1, 2]
-    assert all(row["eval_samples"] == 297 for row in epochs)
-    assert any(row["kind"] == "step" and row["images_per_second"] > 0 for row in rows)
-    assert len(list((tmp_path / "board").glob("hvdtrain-mnist-*/events*"))) == 1
-
-
 def test_alone_without_horovod_says_so(tmp_path: Path) -> None:
     """A package that hides Horovod stands in for an environment without it."""
     (tmp_path / "horovod.py").write_text("raise ImportError('hidden by a test')\n")
