@@ -165,7 +165,7 @@ class Adapter(ABC):
 
         Args:
             directory: directory of the checkpoints, in which rank 0 reads and writes; all ranks do
-                with ``zero``, ``fsdp`` and in elastic jobs.
+                with ``zero``, ``fsdp`` and if torchrun restarts ranks.
             model: model whose parameters and buffers are saved.
             optimizer: optimizer whose state is saved.
             state: JSON values to restore. ``step`` (int) is required and must grow from save to

@@ -114,7 +114,7 @@ AGENT, POLL = 10.0, 0.05  # seconds until the agent's request at most, and betwe
 def wait_for_agent(stop_requested: Callable[[], bool]) -> None:
     """Wait, if torchrun restarts ranks, until its agent has asked this rank to stop, too.
 
-    The agents learn of a changed world at different times, and all ranks stop at the first request.
+    Agents learn of a changed world at different times, and all ranks stop at the first request.
     A rank that exits without a request of its agent counts as failed, and uses up a restart.
     """
     end = time.monotonic() + AGENT

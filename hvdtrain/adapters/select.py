@@ -11,6 +11,7 @@ from packaging.version import Version
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.comm_options import CommOptions, check_comm_options
+from hvdtrain.config.declare import REMOVED
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import is_installed
@@ -102,7 +103,11 @@ def choose_strategy(
     """
     name = requested or DEFAULT.name
     if name not in STRATEGIES:
-        raise UsageError(f"--strategy {name}: choose one of {', '.join(STRATEGIES)}")
+        removed = REMOVED.get(f"--strategy {name}")
+        advice = (
+            f"it was removed: {removed}" if removed else f"choose one of {', '.join(STRATEGIES)}"
+        )
+        raise UsageError(f"--strategy {name}: {advice}")
     record = STRATEGIES[name]
     check_fit(record, framework, launch)
     if name in installed:

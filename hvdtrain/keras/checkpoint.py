@@ -160,6 +160,7 @@ class BackupAndRestore(ModelCallback):
     def __init__(self, backup_dir: str | Path, keep: int = 3) -> None:
         super().__init__()
         self.backup_dir, self.keep = Path(backup_dir), keep
+        self._progress = EpochProgress(None, None)
         self._pending: Save | None = None
         self._began = 0.0  # of the pending save, by ``time.monotonic``
 
@@ -171,6 +172,7 @@ class BackupAndRestore(ModelCallback):
                 "BackupAndRestore: the model has no weights yet to restore: start it with "
                 "keras.Input(shape), or call model.build(shape)"
             )
+        self._progress.end()  # that of a fit that failed
         state = restore(adapter, self.backup_dir, model, model.optimizer)
         if state:
             model._initial_epoch = int(state["step"])  # read by fit after this call

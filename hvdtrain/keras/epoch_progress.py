@@ -34,15 +34,15 @@ class EpochProgress:
         They are drawn but not trained on, and callbacks see the saved logs for them. Batches of
         ``shard`` are counted in samples, so they are exact on any number of ranks.
         """
-        self.batch = done = self._completed(state["of_epoch"], state["world_size"] / size)
+        self.batch = done = self._completed(state["of_epoch"], state["world_size"], size)
         rest = 0 if done == self.steps else done % self.model.steps_per_execution
         self._logs = state["of_epoch"]["logs"]
         self._end = shards.leave_out(self.model, done, rest, self._logs)
 
-    def _completed(self, saved: JsonValues, growth: float) -> int:
+    def _completed(self, saved: JsonValues, before: int, size: int) -> int:
         """Return the number of completed batches, in batches of the current size.
 
-        ``growth`` is that of the batches if they grow with the number of ranks.
+        ``before`` and ``size`` are the numbers of ranks then and now.
         """
         batches = shards.begin_at(*saved["drawn"]) if saved["drawn"] else None
         if batches is not None:
@@ -50,7 +50,7 @@ class EpochProgress:
         if self.steps and saved["steps"]:  # the same share of the epoch, whatever the batch size
             completed = round(saved["batch"] * self.steps / saved["steps"])
             return min(completed, self.steps - 1)  # one is left for the metrics
-        return int(saved["batch"] * growth)
+        return int(saved["batch"]) * before // size  # as batches of a fixed size per rank
 
     def note(self, batch: int, logs: Logs) -> None:
         """Record that ``batch``, counted from 0, is completed; call it after each one."""

@@ -11,7 +11,13 @@ from hvdtrain.system.files import read_regular
 
 MOST_BYTES = 2**14  # of a file: far more than needed, and read in less than a second
 DEEPEST = 8  # nested collections; more, and aliases, can take gigabytes or many seconds
-PLAIN = {"": None, "~": None, "null": None, "true": True, "false": False}  # unquoted; others: text
+PLAIN = {
+    "": None,
+    "~": None,
+    "null": None,
+    "true": True,
+    "false": False,
+}  # unquoted, in any case; others: text
 
 
 @dataclass(frozen=True)
@@ -68,4 +74,4 @@ def _value(node: Any) -> Any:
         return {str(key.value): _value(value) for key, value in node.value}
     if node.id == "sequence":
         return [_value(entry) for entry in node.value]
-    return node.value if node.style else PLAIN.get(node.value, node.value)
+    return node.value if node.style else PLAIN.get(node.value.lower(), node.value)

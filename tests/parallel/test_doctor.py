@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,31 @@ def test_a_misconfigured_job(tmp_path: Path) -> None:
     assert "HOROVOD_FUSION_TRESHOLD" in checks["HOROVOD_*"]["remedy"]
     for check in ("OMP_NUM_THREADS", "HOROVOD_*", "current directory"):
         assert checks[check]["state"] == "warning", checks[check]
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield a full file system."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    line = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    mounted = subprocess.run(line, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        (disk / "data").write_bytes(bytes(64 * 1024))
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk(full_disk: Path) -> None:
+    outcome = doctor("--json", cwd=full_disk)
+    assert outcome.code == 1
+    finding = findings(outcome)["current directory"]
+    assert finding["state"] == "error"
+    assert f"{full_disk}: tmpfs" in finding["evidence"]
+    assert [path.name for path in full_disk.iterdir()] == ["data"]  # nothing left behind
 
 
 def test_a_library_of_horovod_that_does_not_load(tmp_path: Path) -> None:

@@ -141,10 +141,10 @@ class Session:
             raise
         except OSError as error:
             need = "with 2 GB free" if error.errno in FULL else "that is writable"
-            raise HvdtrainError(
-                f"{error.filename or self.cache.root}: {error.strerror}; "
-                f"set HVDTRAIN_CACHE to a directory {need}"
-            ) from error
+            path = Path(error.filename or self.cache.root)
+            in_cache = path.is_relative_to(self.cache.root)
+            remedy = "set HVDTRAIN_CACHE to a directory" if in_cache else "use an environment"
+            raise HvdtrainError(f"{path}: {error.strerror}; {remedy} {need}") from error
         seconds = round(time.monotonic() - start, 1)
         names = ", ".join(self.plan.target.frameworks)
         text = (

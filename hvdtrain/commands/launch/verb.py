@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 
 from hvdtrain.commands.launch.outcome import code_after_stop
 from hvdtrain.commands.launch.prepare import (
@@ -164,21 +165,24 @@ def _check_elastic(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     """Raise ``UsageError`` if torchrun cannot restart the ranks of a trainer."""
     if None in (arguments.min, arguments.max):
         raise UsageError("--elastic requires --min N and --max M, the numbers of ranks")
-    is_trainer = any(word.startswith("hvdtrain.") for word in words)
+    is_trainer = any(
+        option == "-m" and module.startswith("hvdtrain.") for option, module in pairwise(words)
+    )
     name = option_of(words, "strategy") or (DEFAULT.name if is_trainer else "")
     framework = option_of(words, "framework")
     supported = [strategy for strategy in STRATEGIES.values() if TORCHRUN in strategy.launchers]
+    remedy = "--strategy ddp, or a chain of jobs"
     if arguments.launcher == "mpi":
         unsupported = "--launcher mpi"
     elif framework and not any(framework in strategy.adapters for strategy in supported):
-        unsupported = f"--framework {framework}"
+        unsupported, remedy = f"--framework {framework}", "a chain of jobs"
     elif name in STRATEGIES and STRATEGIES[name] not in supported:
         unsupported = f"--strategy {name}"
     else:
         return
     raise UsageError(
         f"--elastic restarts ranks by torchrun, which does not support {unsupported}: use "
-        "--strategy ddp, or a chain of jobs that resume (hvdtrain submit --chain)"
+        f"{remedy} that resume (hvdtrain submit --chain)"
     )
 
 

@@ -49,6 +49,7 @@ LOW, HIGH = 2.5, 97.5  # percentiles of a 95 % range
 
 TOLERANCE = 1e-5  # relative, of a fit
 DRAWN, SAMPLES = 10_000, 200  # parameters drawn for the ranges, and how many are kept at most
+LEAST_SAMPLES = 50  # with fewer a range would be too narrow
 AT_BOUND = 1e-2  # of its scale: a smaller parameter is at its bound
 SEED = 20250601  # the same points give the same answer
 ENOUGH = 3  # numbers of ranks that a fit needs
@@ -335,18 +336,21 @@ class _Problem:
     def draw(self, solution: Any, misfit: float) -> tuple[Costs, ...]:
         """Return costs drawn from the covariance of a solution, for errors ``misfit`` as large.
 
-        Half of them are drawn with all parameters, those outside of the bounds excluded, half with
-        the parameters at their bounds fixed.
+        Half of them are drawn with all parameters, half with the parameters at their bounds fixed;
+        those outside of the bounds are excluded, or moved to them if too few would remain.
         """
-        jacobian, free = solution.jac * self.scale, solution.x > AT_BOUND * self.scale
+        jacobian, margin = solution.jac * self.scale, AT_BOUND * self.scale
+        free = (solution.x > self.least + margin) & (solution.x < self.most - margin)
         scatter = np.random.default_rng(SEED).standard_normal((DRAWN, len(self.rows)))
         kept: list[Costs] = []
         for varied in (np.full_like(free, True), free):
             drawn = np.tile(solution.x, (DRAWN, 1))
             errors = misfit * scatter @ np.linalg.pinv(jacobian[:, varied]).T
             drawn[:, varied] += errors * self.scale[varied]
-            within = ((drawn >= self.least) & (drawn <= self.most)).all(axis=1)
-            kept += map(self.costs, drawn[within][:SAMPLES])
+            within = drawn[((drawn >= self.least) & (drawn <= self.most)).all(axis=1)]
+            if len(within) < LEAST_SAMPLES:
+                within = np.clip(drawn, self.least, self.most)
+            kept += map(self.costs, within[:SAMPLES])
         return tuple(kept)
 
     def _residuals(self, values: Sequence[float]) -> Any:

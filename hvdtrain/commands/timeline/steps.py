@@ -330,7 +330,9 @@ class Steps:
             whole=self.lengths.count,
             seconds=self.lengths.times,
             states={
-                name: StateTimes(**vars(sample.times), share=sample.total / self.lengths.total)
+                name: StateTimes(
+                    **vars(sample.times), share=sample.total / (self.lengths.total or 1)
+                )
                 for name, sample in zip(STATES, self.states, strict=True)
             },
             overlap=Overlap(

@@ -65,6 +65,7 @@ def test_the_requested_strategy_or_one_that_is_installed(
         ("horovod", TORCHRUN, False, ["not by torchrun: use mpirun, or --strategy ddp"]),
         (None, SPAWNED, True, ["not by --spawn: use mpirun, or --strategy ddp"]),
         ("mpi", SPAWNED, True, ["not by --spawn: use mpirun, or --strategy ddp"]),
+        ("pipeline", SINGLE_RANK, True, ["it was removed: use --strategy fsdp"]),
         *((name, GLOO, True, ["not by horovodrun --gloo: use mpirun"]) for name in (None, "ddp")),
         ("magic", SINGLE_RANK, True, ["--strategy magic: choose", ", ".join(STRATEGIES)]),
     ],

@@ -131,7 +131,7 @@ def horovod_variables(environ: Mapping[str, str], known: Sequence[str]) -> Findi
     unknown = [name for name in settings if known and name not in known]
     remedy = ""
     if settings.get("HOROVOD_CPU_OPERATIONS", "").lower() == "gloo":
-        remedy = "unset HOROVOD_CPU_OPERATIONS: Horovod uses MPI, not Gloo"
+        remedy = "unset HOROVOD_CPU_OPERATIONS: hvdtrain starts Horovod with MPI, not Gloo"
     elif started:
         remedy = f"unset {' '.join(started)}: horovodrun sets them for its ranks"
     elif unknown:

@@ -121,6 +121,10 @@ TRAIN = "python -m hvdtrain.mnist"
         ("--elastic --min 3 --max 4 --hosts a:2 -- true", "the 2 slots"),
         ("--elastic --min 1 --max 2 --launcher mpi -- true", "not support --launcher mpi"),
         (f"--elastic --min 1 --max 2 -- {TRAIN}", "not support --strategy horovod: use --strategy"),
+        (
+            f"--elastic --min 1 --max 2 -- {TRAIN} --framework tensorflow",
+            "not support --framework tensorflow: use a chain of jobs",
+        ),
         (f"--elastic --min 1 --max 2 -- {TRAIN} --strategy=mpi", "not support --strategy mpi"),
         (f"--elastic --min 1 --max 2 -- {TRAIN} --config recipe.yaml", "--framework tensorflow"),
         (

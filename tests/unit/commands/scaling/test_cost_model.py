@@ -160,6 +160,19 @@ def test_the_range_has_the_truth_in_most_studies(truth: Costs) -> None:
     assert inside >= 80
 
 
+def test_a_range_has_a_width_where_the_overlap_cannot_be_determined() -> None:
+    """A reduction takes a microsecond, a step a second."""
+    truth = Costs(compute=1.0, latency=3e-8, transfer=1.5e-6)
+    scatter = np.random.default_rng(3).standard_normal(len(SIZES))
+    points = [
+        Step(p, truth.parts(p, 1.0).total * (1 + 0.02 * deviation), 0.01)
+        for p, deviation in zip(SIZES, scatter, strict=True)
+    ]
+    rows = [AllreduceTime(p, 1000, 3e-8 * p) for p in (2, 4)]
+    forecast = fit(points, reductions=rows, traffic=Traffic(1, 1000)).efficiency(256)
+    assert forecast.low < forecast.high
+
+
 def test_points_that_scatter_more_than_their_errors_widen_the_range() -> None:
     def fitted(noise: float) -> Fit:
         points = [replace(step, error=0.001) for step in steps(TRUTH, noise=noise)]
