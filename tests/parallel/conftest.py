@@ -52,7 +52,6 @@ CONTRACTS = (
     "test_adapter.py::test_loops_of_users_equal_one_process_and_misuse_is_told[horovod-2]",
     "test_bad_input.py::test_a_crash_on_one_rank_ends_the_job",
     "test_bad_input.py::test_a_damaged_checkpoint_is_passed_over",
-    "test_collectives.py::test_the_study",
     "test_doctor.py::test_an_intact_environment_and_the_speed_of_its_ranks",
     "test_equality.py::test_uneven_parts_and_tail",
     "test_equality.py::test_resumed_mnist_is_bit_equal[3-pytorch-horovod]",
