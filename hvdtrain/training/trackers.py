@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 Figures = Mapping[str, Any]
 """Figures of a log interval or an epoch, by key of ``--metrics``."""
 
-PATIENCE = 30.0  # seconds for all trackers to end their runs
-BRIEF = 2.0  # the same if the process may be killed; the longest wait without a message
-ANSWER = 3.0  # seconds for the server of Weights & Biases to answer
+END_TIMEOUT = 30.0  # seconds for all trackers to end their runs
+SHORT_END_TIMEOUT = 2.0  # the same if the process may be killed; the longest wait without a message
+SERVER_TIMEOUT = 3.0  # seconds for the server of Weights & Biases to answer
 LONGEST_LINE = 300  # characters of an error
 LONGEST_NAME = 80  # characters; MLflow's names are those of files
 LONGEST_VALUE = 500  # characters; MLflow's limit in its oldest servers
@@ -117,7 +117,7 @@ class WandB(Tracker):
         try:
             if not self._wandb.login(prompt=False, verify=False):
                 return "offline"
-            urllib.request.urlopen(settings.base_url, timeout=ANSWER).close()
+            urllib.request.urlopen(settings.base_url, timeout=SERVER_TIMEOUT).close()
         except urllib.error.HTTPError:
             return "online"  # an error is an answer
         except (OSError, ValueError):
@@ -403,10 +403,10 @@ class Trackers:
 
         thread = Thread(target=end, name="trackers", daemon=True)  # a server may not answer
         thread.start()
-        thread.join(BRIEF)
+        thread.join(SHORT_END_TIMEOUT)
         if open_ and summary is not None and summary.stopped is not Stopped.PREEMPTED:
-            show(f"waiting for {' and '.join(open_)}, at most {PATIENCE:.0f} s")
-            thread.join(PATIENCE - BRIEF)
+            show(f"waiting for {' and '.join(open_)}, at most {END_TIMEOUT:.0f} s")
+            thread.join(END_TIMEOUT - SHORT_END_TIMEOUT)
         for note in filter(None, notes):
             show(note)
         if open_:

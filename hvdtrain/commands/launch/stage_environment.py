@@ -59,7 +59,7 @@ PATHS = re.compile("CONDA_PREFIX|LD_(LIBRARY_PATH|PRELOAD)|PATH|PYTHON(HOME|PATH
 SCRIPT = re.compile(rb"#!(?:.*\n'''exec')?.*[/ ]python[\d.]*[\"\s]")
 # A line of ``runtime.exit``; the rank is that of the only process on a host.
 ERROR = re.compile(r"hvdtrain: (?:rank \d+ on (\S+): )?error: (?:rank \d+ on (\S+): )?(.+)")
-PATIENCE = 120.0  # seconds to remove the copies
+REMOVAL_TIMEOUT = 120.0  # seconds to remove the copies
 FAILED = 20.0  # seconds after a failure: a host may be lost
 
 Names = tuple[str, ...]  # of a path, relative to a tree
@@ -239,9 +239,9 @@ class StagedEnvironment:
         took = duration(time.monotonic() - began)
         log.info("hvdtrain: environment staged in %s on %s, in %s", self.folder, hosts, took)
 
-    def remove(self, patience: float) -> None:
+    def remove(self, timeout: float) -> None:
         """Remove the copies."""
-        result = run(self._per_host("rm", "-rf", "--", str(self._copy)).command, timeout=patience)
+        result = run(self._per_host("rm", "-rf", "--", str(self._copy)).command, timeout=timeout)
         if not result.ok:
             log.warning("hvdtrain: %s may be left on a host", self._copy)
 
@@ -291,10 +291,10 @@ def staged(launch: Launch, signals: StopSignals) -> Iterator[Launch]:
         KeyboardInterrupt: meanwhile a signal has requested a stop.
     """
     environment = StagedEnvironment(launch)
-    patience = FAILED
+    timeout = FAILED
     with contextlib.ExitStack() as stack:
         with signals.interrupting(), packed(environment.prefix, cache_root(launch.environ)) as tar:
-            stack.callback(lambda: environment.remove(patience))
+            stack.callback(lambda: environment.remove(timeout))
             environment.stage(tar)
         yield environment.launch
-        patience = PATIENCE
+        timeout = REMOVAL_TIMEOUT

@@ -52,7 +52,7 @@ DRAWN, SAMPLES = 10_000, 200  # parameters drawn for the ranges, and how many ar
 LEAST_SAMPLES = 50  # with fewer a range would be too narrow
 AT_BOUND = 1e-2  # of its scale: a smaller parameter is at its bound
 SEED = 20250601  # the same points give the same answer
-ENOUGH = 3  # numbers of ranks that a fit needs
+MIN_SIZES = 3  # numbers of ranks that a fit needs
 
 # Relative standard errors.
 UNKNOWN_ERROR = 0.03  # of a point that was measured once
@@ -232,7 +232,7 @@ def fit(
     """Fit the model.
 
     Args:
-        steps: measured points, of at least ``ENOUGH`` numbers of ranks.
+        steps: measured points, of at least ``MIN_SIZES`` numbers of ranks.
         strong: strong scaling (constant global batch), else weak (constant batch per rank).
         reductions: a table of allreduce times, on two or more ranks; needs ``traffic``.
         traffic: the gradient messages of a step.
@@ -242,7 +242,7 @@ def fit(
     rows += [_table_row(row, traffic) for row in reductions if traffic]
     divided = all(step.exposed is not None for step in steps)
     names = ["compute", "latency", "transfer"]
-    if strong and (divided or len(steps) > ENOUGH):
+    if strong and (divided or len(steps) > MIN_SIZES):
         names.append("fixed")
     if divided and not strong:
         names.append("slowdown")

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from scipy.special import stdtrit
 
 from hvdtrain.commands.scaling.cost_model import (
-    ENOUGH,
     LEAST_ERROR,
+    MIN_SIZES,
     RANKS,
     UNKNOWN_ERROR,
     AllreduceTime,
@@ -267,7 +267,7 @@ def make_study(
         )
     sizes = [size for size in study.sizes if not size.oversubscribed]
     # Efficiencies of the model and the measured ones are relative to the smallest size.
-    if len(sizes) < ENOUGH or study.sizes[0].oversubscribed:
+    if len(sizes) < MIN_SIZES or study.sizes[0].oversubscribed:
         shared = "non-oversubscribed " if len(study.sizes) > len(sizes) else ""
         reason = f"it needs three {shared}sizes, e.g. --ranks 1,2,4"
         return replace(study, no_fit_reason=reason)

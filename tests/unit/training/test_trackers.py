@@ -123,8 +123,8 @@ def test_one_that_raises_gives_one_warning_and_is_left_out(
 def test_one_that_hangs_is_waited_for_no_longer_than_promised(
     stopped: Stopped | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "PATIENCE", 0.2)
-    monkeypatch.setattr(trackers, "BRIEF", 0.1)
+    monkeypatch.setattr(trackers, "END_TIMEOUT", 0.2)
+    monkeypatch.setattr(trackers, "SHORT_END_TIMEOUT", 0.1)
     gate, shown = threading.Event(), list[str]()
     run = Trackers({"tensorboard": Notebook().start, "mlflow": Notebook("close", gate).start})
     run.close(replace(SUMMARY, stopped=stopped) if stopped else None, shown.append)
