@@ -98,7 +98,7 @@ class Adapter(ABC):
         """Step 5: make all further updates use the mean gradient over the *global* batch.
 
         The loss remains the mean over the rank's local part: gradients are weighted by the part's
-        share of the global batch, so uneven and empty parts are handled correctly. The part is
+        share of the global batch, so uneven parts are handled correctly. The part is
         ``shards.current`` of step 3; without shards all ranks have the same weight.
 
         With PyTorch the gradients are complete when ``backward()`` returns and can be clipped or

@@ -73,15 +73,14 @@ class RankHooks:
         flags: the flags of this rank.
         summed: called with the sums of all ranks' flags, a tensor, after each sum.
         waits: context of a wait for the other ranks, by the name of the call.
-        may_skip: whether a rank with an empty part may skip its backward pass (only with one
-            optimizer).
+        part: number of parts begun, which every rank counts alike.
     """
 
     weight: Callable[[], float]
     flags: Callable[[], Flags] = lambda: Flags(stop=False, saving=False)
     summed: Callable[[Any], None] = lambda flags: None
     waits: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
-    may_skip: Callable[[], bool] = lambda: True
+    part: Callable[[], int] = lambda: 0
 
 
 class CommonAdapter(StateAdapter):
@@ -94,7 +93,7 @@ class CommonAdapter(StateAdapter):
     has_gpu = False
     meter: GpuMeter | None = None  # of this rank's GPU, since `pin_device`
     threads = 0  # number of CPU compute threads, since `pin_device`
-    needs_empty_forward = False  # parts without samples need a forward and a backward pass, too
+    collective_passes = False  # other ranks wait in this rank's forward and backward passes
     evaluates_together = False  # all ranks make the same number of forward passes in evaluation
     shards_state = False  # each rank holds a part of the state and writes a file of a checkpoint
     ranks: list[RankFacts]  # facts of all ranks, exchanged in step 1, by rank
@@ -104,6 +103,7 @@ class CommonAdapter(StateAdapter):
         self._detector: failure_detector.FailureDetector | None = None
         self._shards: Shards | None = None  # from which the last part was drawn
         self._distributed: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
+        self.parts_begun = 0
 
     def __getattr__(self, name: str) -> Any:
         if name in ("world", "communicator", "ranks"):
@@ -301,11 +301,17 @@ class CommonAdapter(StateAdapter):
     def begin_part(self, shards: Shards, part: Part) -> None:
         """Set ``part`` of ``shards`` as the one that the next gradients are computed on."""
         self._shards = shards
+        self.parts_begun += 1
         self.samples_seen += part.count
-        self.rank_buffers = {}  # also if this rank's part is empty: the others' are not
+        self.rank_buffers = {}  # also if this rank has only a stand-in: the others have samples
+        self.leave_out(part.stand_in)
 
     def end_part(self) -> None:
-        """Complete pending sums that other ranks wait for, before the next collective call."""
+        """End the part of the last ``begin_part``."""
+        self.leave_out(False)
+
+    def leave_out(self, stand_in: bool) -> None:
+        """Leave the samples of the next passes out of the statistics if they are stand-ins."""
 
     @property
     def samples_seen(self) -> int:

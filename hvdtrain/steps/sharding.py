@@ -4,6 +4,10 @@ An epoch is a permutation of the dataset that depends on (seed, epoch) only. It 
 batches, and rank r gets the r-th part of each. So every sample is used exactly once per epoch, all
 ranks perform the same number of steps, and the position in the training is (epoch, consumed
 samples), independent of the number of ranks.
+
+A rank whose part has no sample computes on a stand-in, a sample of the same global batch with the
+weight 0, so the same code runs on all ranks: collectives in it match, and so does the state of
+modules that change in a forward pass (spectral norm, counters).
 """
 
 from __future__ import annotations
@@ -38,12 +42,14 @@ class Part:
     """A rank's part of a global batch.
 
     Attributes:
-        indices: indices of this rank's samples, int64, shape (count,); may be empty.
+        indices: indices of this rank's samples, int64, shape (count,); if it has none, shape (1,),
+            the stand-in.
         global_count: number of samples of the global batch, over all ranks.
         start: position before the global batch.
         end: position after the global batch.
         successor: index of the sample that follows ``indices`` in the order of the epoch, whose
             last sample is followed by its first.
+        stand_in: whether ``indices`` is a stand-in: its weight is 0, and metrics do not count it.
     """
 
     indices: Indices
@@ -51,11 +57,12 @@ class Part:
     start: Position
     end: Position
     successor: int = 0
+    stand_in: bool = False
 
     @property
     def count(self) -> int:
-        """Number of samples of this rank."""
-        return len(self.indices)
+        """Number of samples of this rank; 0 for a stand-in."""
+        return 0 if self.stand_in else len(self.indices)
 
     @property
     def weight(self) -> float:
@@ -135,40 +142,44 @@ class Shards:
     def parts(self, epoch: int, consumed: int = 0) -> Iterator[Part]:
         """Yield this rank's parts of the global batches of an epoch, after ``consumed`` samples.
 
-        All ranks get the same number of parts. If fewer samples than ranks are left, some parts are
-        empty; the rank must still perform the step, as its peers wait for it. ``current`` is not
-        set: use ``step`` with each part, or iterate over ``epoch`` or ``batches``.
+        All ranks get the same number of parts. If fewer samples than ranks are left, some ranks get
+        a stand-in; every rank makes all passes and the step. ``current`` is not set: use ``step``
+        with each part, or iterate over ``epoch`` or ``batches``.
         """
         order = permutation(self.samples, self.seed, epoch)
         for start in range(consumed, self.samples, self.global_batch):
             stop = min(start + self.global_batch, self.samples)
             low, high = bounds(stop - start, self.rank, self.size)
+            none = low == high
             yield Part(
-                indices=order[start + low : start + high],
+                indices=order[start : start + 1] if none else order[start + low : start + high],
                 global_count=stop - start,
                 start=Position(epoch, start),
                 end=Position(epoch, stop) if stop < self.samples else Position(epoch + 1),
                 successor=int(order[(start + high) % self.samples]),
+                stand_in=none,
             )
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Part]:
         """Yield the ``parts`` of an epoch; each is current until the next one is drawn."""
-        for number, part in enumerate(self.parts(epoch, consumed)):
-            self._begin(part)
-            self._drawn = self._drawn + 1 if number else 1
-            yield part
-        self.on_end()
+        try:
+            for number, part in enumerate(self.parts(epoch, consumed)):
+                self._begin(part)
+                self._drawn = self._drawn + 1 if number else 1
+                yield part
+        finally:
+            self.on_end()
 
     def batch_sampler(self, epoch: int, consumed: int = 0) -> list[list[int]]:
-        """Return the indices of each non-empty part, as ``batch_sampler`` of a DataLoader.
+        """Return the indices of each part, as ``batch_sampler`` of a DataLoader.
 
         As a loader may read ahead, iterate over ``batches``.
         """
-        return [part.indices.tolist() for part in self.parts(epoch, consumed) if part.count]
+        return [part.indices.tolist() for part in self.parts(epoch, consumed)]
 
     def batches(
         self, epoch: int, loader: Iterable[Batch], consumed: int = 0
-    ) -> Iterator[tuple[Part, Batch | None]]:
+    ) -> Iterator[tuple[Part, Batch]]:
         """Yield the parts of an epoch with their batches; each part is current meanwhile.
 
         Args:
@@ -177,7 +188,8 @@ class Shards:
             consumed: number of samples of the epoch that are done.
 
         Yields:
-            The part and its batch; None if the part is empty: still perform the step.
+            The part and its batch. Count ``part.count`` samples, not the length of the batch: it
+            may be a stand-in.
 
         Raises:
             UsageError: the loader has fewer or more batches than this rank has parts.
@@ -185,7 +197,7 @@ class Shards:
         remaining = iter(loader)
         end = object()
         for number, part in enumerate(self.parts(epoch, consumed)):
-            batch: Any = next(remaining, end) if part.count else None
+            batch: Any = next(remaining, end)
             if batch is end:
                 raise UsageError(f"the loader ended after {number} batches: {SAMPLER}")
             with self.step(part):
@@ -200,9 +212,9 @@ class Shards:
         self._drawn = 0
         try:
             yield
-            self.on_end()
         finally:
             self.current = None
+            self.on_end()
 
     def _begin(self, part: Part) -> None:
         self.on_begin(self, part)

@@ -77,7 +77,7 @@ class Augmented(Dataset):
 
     def _extended(self, part: Part) -> Part:
         """Return ``part`` with the sample with which its last one is mixed."""
-        if not self.mixup or not part.count:
+        if not self.mixup:
             return part
         return dataclasses.replace(part, indices=np.append(part.indices, part.successor))
 

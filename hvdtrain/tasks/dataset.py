@@ -19,33 +19,37 @@ from hvdtrain.system.output.text import plural
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of n samples in the framework's tensors; it may be empty.
+    """A batch of n samples in the framework's tensors.
 
     Attributes:
         x: inputs of the model, e.g. images, uint8 or float, shape (n, ...).
         y: targets, e.g. class indices, shape (n, ...).
         shares: share of each sample in its mixture with the next one (``--mixup``), shape (n,);
-            ``x`` and ``y`` then have a sample more, unless n is 0. None: not mixed.
+            ``x`` and ``y`` then have a sample more. None: not mixed.
         boxes: top, bottom, left and right edge of the part of each input that is erased
             (``--random-erase``), as fractions of its sides, shape (len(x), 4). None: not erased.
+        stand_in: whether the only sample is a stand-in of weight 0, as this rank has none.
     """
 
     x: Any
     y: Any
     shares: Any = None
     boxes: Any = None
+    stand_in: bool = False
 
     @property
     def count(self) -> int:
-        """Number of samples."""
-        return len(self.y if self.shares is None else self.shares)
+        """Number of samples; 0 for a stand-in."""
+        return 0 if self.stand_in else len(self.y if self.shares is None else self.shares)
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory; called by PyTorch's loaders."""
         return Batch(self.x.pin_memory(), self.y.pin_memory())
 
     def __getitem__(self, samples: slice) -> Batch:
-        """Return a batch of some of the samples."""
+        """Return a batch of some of the samples; of none, the first one as a stand-in."""
+        none = samples.start == samples.stop
+        samples = slice(0, 1) if none else samples
         mixed = self.shares is not None
         wide = slice(samples.start, samples.stop + 1) if mixed else samples
         return Batch(
@@ -53,6 +57,7 @@ class Batch:
             self.y[wide],
             self.shares[samples] if mixed else None,
             None if self.boxes is None else self.boxes[wide],
+            self.stand_in or none,
         )
 
 

@@ -51,8 +51,9 @@ class Task(ABC):
         decoder: library that decodes the images; empty: the framework does, or there are none.
         speed_only: for a benchmark on random samples, the first of ``notes``, with ``{updates}``;
             empty: a training.
-        needs_empty_forward: whether an empty batch needs the forward and backward pass too,
-            because other ranks wait in them.
+        collective_passes: whether other ranks wait in this rank's forward and backward passes.
+        leave_out: function that begins (True) or ends (False) passes of a stand-in, whose samples
+            are left out of the running statistics.
         no_sync: context in which a backward pass of PyTorch accumulates gradients locally; the
             next one outside of it sums them over the ranks.
         sum_shards: function that sums a tensor of results for this process's shard of parameters
@@ -74,7 +75,8 @@ class Task(ABC):
     notes: tuple[str, ...] = ()
     decoder = ""
     speed_only = ""
-    needs_empty_forward = False
+    collective_passes = False
+    leave_out: Callable[[bool], None] = staticmethod(lambda stand_in: None)
     no_sync: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
     sum_shards: Callable[[Any], Any] = staticmethod(lambda values: values)
     share_weights: Callable[[], None] = staticmethod(lambda: None)
@@ -113,12 +115,12 @@ class Task(ABC):
         """Make one training step: forward, backward, optimizer.
 
         Args:
-            batch: samples to train on; may be empty, the optimizer makes its step nevertheless.
+            batch: samples to train on, or a stand-in: all passes and the step are made with it.
             learning_rate: learning rate of this step.
             seed: seed of the dropout in this step.
 
         Returns:
-            The mean loss over the batch, a scalar tensor (0 for an empty batch), asynchronous.
+            The mean loss over the batch, a scalar tensor (0 for a stand-in), asynchronous.
 
         If the gradients are not finite, ``not_finite`` is set on every rank, and no rank has
         changed its weights. (Loss scaling, of fp16, instead skips such steps and reduces the

@@ -172,8 +172,7 @@ class TorchTask(Task):
         for piece in pieces:
             with self.no_sync():
                 loss += self._backward(piece, batch.count)
-        if last.count or self.needs_empty_forward:
-            loss += self._backward(last, batch.count)
+        loss += self._backward(last, batch.count)
         self._step(batch, loss, seed)
         return loss
 
@@ -184,7 +183,8 @@ class TorchTask(Task):
             shares = torch.from_numpy(shares).to(self.device, self.dtype)
         if boxes is not None:
             boxes = torch.from_numpy(edges(boxes, batch.x.shape[2:])).to(self.device)
-        return Batch(self._copy(batch.x), self._copy(batch.y), shares, boxes)
+        x, y = self._copy(batch.x), self._copy(batch.y)
+        return Batch(x, y, shares, boxes, batch.stand_in)
 
     @override
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -197,17 +197,13 @@ class TorchTask(Task):
         except Exception as error:  # of many kinds
             message = str(error).strip().partition("\n")[0]
             raise UsageError(f"--compile: torch.compile does not work here: {message}") from error
-        # Not by model.compile(), which does not compile a Sequential, code of PyTorch itself. And a
-        # compiled convolution fails in the backward pass of an empty batch.
-        plain = self.model.forward
+        # Not by model.compile(), which does not compile a Sequential, code of PyTorch itself.
         # PyTorch 2.13 reorders kernels to save memory, and on a CPU a convolution's backward pass
         # then reads the gradient of a max pooling before it is written: the gradients of the layers
         # below are zero. Older versions do not have the option.
         known = torch._inductor.list_options()
-        compiled = torch.compile(
-            plain, options={KERNEL_ORDER: False} if KERNEL_ORDER in known else None
-        )
-        self.model.forward = lambda x: (compiled if len(x) else plain)(x)
+        options: dict[str, Any] | None = {KERNEL_ORDER: False} if KERNEL_ORDER in known else None
+        self.model.forward = torch.compile(self.model.forward, options=options)
 
     @property
     @override
@@ -246,19 +242,24 @@ class TorchTask(Task):
         return self._guard.left_out() if self._guard else 0
 
     def _pieces(self, batch: Batch) -> list[Batch]:
-        """Split ``batch`` into the pieces of the passes: at most ``--accumulate-steps``."""
+        """Split ``batch`` into the pieces of the passes, ``--accumulate-steps`` on every rank."""
         number = self.options.accumulate_steps
-        if not self.needs_empty_forward:
-            number = max(1, min(number, batch.count))
         cuts = (bounds(batch.count, index, number) for index in range(number))
         return [batch[slice(*cut)] for cut in cuts] if number > 1 else [batch]
 
     def _backward(self, piece: Batch, count: int) -> torch.Tensor:
-        """Add the gradients of ``piece`` of a batch of ``count``; return its share of the loss."""
+        """Add the gradients of ``piece`` of a batch of ``count``; return its share of the loss.
+
+        A stand-in adds nothing: to the others' gradients here, or on a rank that has no samples,
+        whose gradients weigh 0.
+        """
+        self.leave_out(piece.stand_in)
         loss = self._loss(piece, count)
         # A loss that is not finite makes the gradients so, which inform all ranks.
-        self.scaler.scale(loss * (1 + 0 * loss.detach())).backward()
-        return loss.detach()
+        scaled = self.scaler.scale(loss * (1 + 0 * loss.detach()))
+        (scaled * 0 if piece.stand_in else scaled).backward()
+        self.leave_out(False)
+        return torch.zeros_like(loss) if piece.stand_in else loss.detach()
 
     def _seed(self, seed: int) -> None:
         # torch.manual_seed would also record the seed, with the text of the stack, for each unused
@@ -275,7 +276,6 @@ class TorchTask(Task):
         ):
             output = self.model(self._training_input(batch))
         losses = self._training_loss(output.to(self.dtype), batch)
-        # A sum over a count: the loss of an empty batch is 0, and so are its gradients.
         return losses.sum() / max(1, count)
 
     def _training_input(self, batch: Batch) -> torch.Tensor:
@@ -326,7 +326,7 @@ class TorchTask(Task):
         """Return the cause on this rank, from its recomputed local gradients."""
         if not loss.isfinite():
             return f"its loss is {float(loss)}"
-        if not batch.count or self.needs_empty_forward:  # its layers would wait for other ranks
+        if batch.stand_in or self.collective_passes:  # the other ranks would have to make it, too
             return ""
         self._seed(seed)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]

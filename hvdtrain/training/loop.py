@@ -243,6 +243,7 @@ class TrainingLoop:
         seed = seed_of(self.options.seed, self.now.step, self.adapter.world.rank)
         before = self.on_nan.buffers()
         with self.shards.step(part):
+            batch = dataclasses.replace(batch, stand_in=part.stand_in)
             loss = self.task.update(batch, learning_rate=self.rate(epochs), seed=seed)
         if self.task.not_finite:
             with self._saving_before_error():

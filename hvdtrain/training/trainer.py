@@ -182,7 +182,7 @@ def _build(
     check_data(adapter, task)
     if staged:
         task.notes = (*task.notes, staged)
-    task.needs_empty_forward = adapter.needs_empty_forward
+    task.collective_passes, task.leave_out = adapter.collective_passes, adapter.leave_out
     task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
     task.share_weights = adapter.share_weights
     if options.sync_batchnorm:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdtrain.adapters.common_adapter import RankHooks
-from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
 
 SIZE = 16  # a parameter that fills its place in a bucket
@@ -73,50 +70,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mine: float, remote: floa
     assert (parameter.tolist(), scaler.get_scale()) == ([0.0] * SIZE, 4.0)
 
 
-def test_a_part_without_samples_counts_nothing_even_if_its_loss_is_nan() -> None:
+def test_a_stand_in_counts_nothing_even_if_its_loss_is_nan() -> None:
     parameter, optimizer, scaler, _ = torch_step(mine=np.nan, remote=2.0, weight=0.0)
     scaler.step(optimizer)
     assert parameter.tolist() == [-2.0] * SIZE
-
-
-def test_zero_grad_of_a_distributed_model_is_not_that_of_its_copies() -> None:
-    torch = pytest.importorskip("torch")
-    from hvdtrain.adapters.pytorch.buckets import ZeroGrad, keep_awaited
-
-    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    keep_awaited(model)
-    assert all(isinstance(module.zero_grad, ZeroGrad) for module in model.modules())
-    pickled = pickle.dumps(model)
-    assert b"hvdtrain" not in pickled  # it can be loaded where hvdtrain is not installed
-    copies = [copy.deepcopy(model), pickle.loads(pickled)]
-    for module in (model, *copies):
-        module(torch.ones(1)).backward()
-    for module in copies:
-        module[0].zero_grad()
-        assert module[0].weight.grad is None and model[0].weight.grad is not None
-    model.zero_grad()
-    assert model[0].weight.grad is None
-
-
-def test_awaited_gradients_that_are_discarded_otherwise_are_reported() -> None:
-    torch = pytest.importorskip("torch")
-    from hvdtrain.adapters.pytorch.buckets import Buckets
-
-    parameter = torch.nn.Parameter(torch.zeros(SIZE))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    hooks = RankHooks(weight=lambda: 0.0)
-    buckets = Buckets("test", optimizer, LateSum(torch.ones(SIZE)), hooks)
-    # Zeroed in place, also by a module around the model: kept, as by the optimizer's zero_grad.
-    around = torch.nn.ParameterList([parameter])
-    for updates, zero in enumerate((optimizer.zero_grad, around.zero_grad), 1):
-        buckets.begin(empty=True)
-        zero(set_to_none=False)
-        optimizer.step()
-        assert parameter.tolist() == [-updates] * SIZE
-    buckets.begin(empty=True)
-    parameter.grad = None
-    with pytest.raises(UsageError, match="use zero_grad of the optimizer, or of the model"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("traced", [False, True])

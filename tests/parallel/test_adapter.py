@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel import resident
-from tests.parallel.conftest import FRAMEWORKS, SCRIPTS, SIZES, STRATEGIES, run_script
+from tests.parallel.conftest import FRAMEWORKS, LONG, SCRIPTS, SIZES, STRATEGIES, run_script
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -26,10 +26,27 @@ def test_loops_of_users_equal_one_process_and_misuse_is_told(
     run_script(number, "own_loop.py", strategy, str(tmp_path), folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "number"), [*SIZES, *(((name, 5) for name in STRATEGIES) if LONG else ())]
+)
+def test_gradients_from_any_source_equal_one_process(
+    strategy: str, number: int, tmp_path: Path
+) -> None:
+    """Assigned ones, passes beside the wrapper, layers used twice, closures, spectral norms."""
+    run_script(number, "sources.py", strategy, str(tmp_path), folder=tmp_path)
+
+
 @pytest.mark.parametrize("strategy", ["horovod", "mpi", "ddp", "zero", "fsdp"])
 def test_models_trained_in_phases_and_in_part(strategy: str, tmp_path: Path) -> None:
     """Several optimizers of a model, frozen and unfrozen layers, parameters of no optimizer."""
     run_script(2, "phases.py", strategy, str(tmp_path), folder=tmp_path)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_pass_that_a_rank_leaves_out_ends_the_job(strategy: str, tmp_path: Path) -> None:
+    outcome = resident.ranks(3, str(SCRIPTS / "own_loop.py"), strategy, str(tmp_path), "skipped")
+    assert outcome.code
+    assert "every rank must make each" in outcome.err and "stand-in" in outcome.err
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

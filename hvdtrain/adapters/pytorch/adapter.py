@@ -10,6 +10,7 @@ import json
 import logging
 import operator
 import os
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
@@ -231,6 +233,11 @@ class PyTorchAdapter(CommonAdapter):
     whole_view = TorchView
     kinds = (("torch.nn.Module", torch.nn.Module), ("torch.optim.Optimizer", torch.optim.Optimizer))
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._left_out: list[_BatchNorm] = []  # layers whose input is a stand-in
+
     @override
     def pin_device(self) -> str:
         count = accelerator.count()
@@ -264,6 +271,23 @@ class PyTorchAdapter(CommonAdapter):
                 "ranks is dense: use torch.optim.Adam"
             )
 
+    @override
+    def distribute_optimizer(self, model: Any, optimizer: Any = None) -> tuple[Any, Any]:
+        if optimizer is not None:
+            optimizer.synchronize = lambda: None  # a strategy that sums gradients replaces it
+        self._models.add(model)
+        return super().distribute_optimizer(model, optimizer)
+
+    @override
+    def leave_out(self, stand_in: bool) -> None:
+        if stand_in == bool(self._left_out):
+            return
+        layers = (layer for model in self._models for layer in model.modules())
+        changed = list(filter(batchnorm.tracks, layers)) if stand_in else self._left_out
+        for layer in changed:
+            batchnorm.leave_out(layer, stand_in)
+        self._left_out = changed if stand_in else []
+
     @property
     @override
     def peak_memory_bytes(self) -> int:
@@ -273,8 +297,9 @@ class PyTorchAdapter(CommonAdapter):
 
     @override
     def synchronize_batchnorm(self, task: Any) -> None:
+        self._models.add(task.model)
         if batchnorm.convert(task.model, self.sum_tensor, lambda: self.part_weight, self.world):
-            task.needs_empty_forward = True  # the other ranks wait in each BatchNorm layer
+            task.collective_passes = True  # the other ranks wait in each BatchNorm layer
 
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
         """Return the sum of ``values`` over all ranks, not differentiable."""

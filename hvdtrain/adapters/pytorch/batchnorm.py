@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ class SyncBatchNorm(_BatchNorm):
     """BatchNorm of any number of dimensions with the statistics of the global batch.
 
     All ranks must run it together, forward and backward, with inputs of the same channels; a
-    rank's input may be empty. In evaluation it is plain BatchNorm.
+    rank whose input is a stand-in gives it no weight. In evaluation it is plain BatchNorm.
     """
 
     total: SumOverRanks
@@ -40,6 +40,7 @@ class SyncBatchNorm(_BatchNorm):
     name: str
     rank: int
     size: int
+    stand_in = False  # the input is one
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as in torch)
         """Normalise ``input`` of shape (n, channels, ...)."""
@@ -47,7 +48,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         n, mean, variance = self._statistics(input.detach())
-        self._track(mean, variance * (n / (n - 1).clamp(min=1.0)))
+        self._track(mean, variance * (n / (n - 1).clamp(min=1.0)), (n > 0).double())
         scale = torch.rsqrt(variance + self.eps)
         result: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, mean, scale, n, self)
         return result
@@ -58,7 +59,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return count, mean and variance of the global batch, in float64."""
-        x, axes = wide(x), axes_of(x)
+        x, axes = wide(x[:0] if self.stand_in else x), axes_of(x)
         channels = x.shape[1]
         count = x.numel() // channels
         mean = x.sum(axes) / max(count, 1)
@@ -67,20 +68,22 @@ class SyncBatchNorm(_BatchNorm):
         rows[self.rank] = torch.cat([x.new_tensor([count]), mean, squares])
         rows = self.total(rows, f"{self.name}.forward").double()
         counts, means, squares = rows.split([1, channels, channels], dim=1)
-        n = counts.sum()
-        whole = (counts * means).sum(0) / n
-        return n, whole, (squares + counts * (means - whole).square()).sum(0) / n
+        n = counts.sum()  # 0 in a pass in which all ranks have stand-ins
+        whole = (counts * means).sum(0) / n.clamp(min=1.0)
+        variance = (squares + counts * (means - whole).square()).sum(0) / n.clamp(min=1.0)
+        return n, whole, variance
 
     @torch.no_grad()
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, seen: torch.Tensor) -> None:
         if not self.track_running_stats or self.num_batches_tracked is None:
             return
         assert self.running_mean is not None and self.running_var is not None
-        self.num_batches_tracked += 1
+        self.num_batches_tracked += seen.long()
         # None: the mean of all batches.
-        factor = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
+        number = self.num_batches_tracked.double()
+        factor = seen * (1 / number if self.momentum is None else self.momentum)
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            running.lerp_(value.to(running.dtype), factor.to(running.dtype))
 
 
 class _Normalize(torch.autograd.Function):
@@ -119,8 +122,8 @@ class _Normalize(torch.autograd.Function):
         normal, gradient = normalized(x, mean, scale), wide(gradient)
         of_bias, of_weight = gradient.sum(axes), (gradient * normal).sum(axes)
         mine = torch.cat([of_bias, of_weight]).double()
-        mine = mine * share if share else torch.zeros_like(mine)  # may be nan
-        means = layer.total(mine, f"{layer.name}.backward") / (n * (share or 1.0))
+        mine = torch.zeros_like(mine) if layer.stand_in else mine * share  # may be nan
+        means = layer.total(mine, f"{layer.name}.backward") / (n.clamp(min=1.0) * (share or 1.0))
         shift, slope = means.chunk(2)
         gradient = gradient - per_channel(shift, normal) - normal * per_channel(slope, normal)
         scale = scale if weight is None else scale * weight.double()
@@ -166,3 +169,20 @@ def convert(model: nn.Module, total: SumOverRanks, share: Weight, world: World) 
     if not number and world.rank == 0:
         log.warning("--sync-batchnorm has no effect: the model has no BatchNorm layer of PyTorch")
     return number
+
+
+def tracks(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Return whether ``module`` is a BatchNorm layer for which stand-ins matter."""
+    tracked = isinstance(module, _BatchNorm) and module.track_running_stats
+    return tracked or isinstance(module, SyncBatchNorm)
+
+
+def leave_out(layer: _BatchNorm, stand_in: bool) -> None:
+    """Begin or end passes in which the input of ``layer`` is a stand-in: it tracks nothing of it.
+
+    The statistics of ``SyncBatchNorm`` are of the other ranks, and are tracked.
+    """
+    if isinstance(layer, SyncBatchNorm):
+        layer.stand_in = stand_in
+    else:
+        layer.track_running_stats = not stand_in

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.adapters.common_adapter import Flags
+from hvdtrain.adapters.pytorch.sums import SIGNALS
 
 ALIGNMENT = 16  # elements: a cache line of 64 bytes in fp32
 
@@ -25,12 +25,11 @@ class Bucket:
     ) -> None:
         self.name = name
         self.parameters, self.others = parameters, others
+        self.flat: Any = None  # the tensor, once it is allocated
         self.handle: Any = None
-        self.missing: set[int] | None = None  # pending gradients; None between the passes
-        self.before: list[torch.Tensor | None] = []  # gradients before this pass
-        self.touched: set[int] = set()  # gradients to which this rank has added in this pass
-        self.zeroed = False  # while awaited
-        self.unclear = False  # so it is unknown whether to keep this rank's sum
+        self.missing: set[int] | None = None  # gradients still to come; None between the sums
+        self.absent: set[int] = set()  # this rank has no gradient, or only that of a stand-in
+        self.late: list[tuple[int, torch.Tensor]] = []  # came after the sum had started
 
     def allocate(self) -> None:
         """Allocate the flat tensor; not before a parameter is trained."""
@@ -39,11 +38,10 @@ class Bucket:
         *starts, length = itertools.accumulate(lengths, initial=0)
         first = parameters[0]
         # After the gradients: for each parameter, the number of ranks that have a gradient, and in
-        # the last bucket the numbers of ranks with sums of earlier passes and with each flag.
-        size = length + len(parameters) + 1 + len(Flags._fields)
+        # the last bucket the signals.
+        size = length + len(parameters) + SIGNALS
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        tail = self.flat[length:].split([len(parameters), 1, len(Flags._fields)])
-        self.holders, self.holds, self.flags = tail
+        self.holders, self.signals = self.flat[length:].split([len(parameters), SIGNALS])
         # In the memory format of the parameters (contiguous, channels_last), for fused optimizers.
         layouts = [torch.empty_like(parameter, device="meta") for parameter in parameters]
         self.views = [
@@ -51,58 +49,61 @@ class Bucket:
             for start, layout in zip(starts, layouts, strict=True)
         ]
 
-    def open(self) -> None:
-        """Begin a backward pass: set aside the gradients of earlier passes."""
-        if self.missing is None:
-            self.missing = set(range(len(self.parameters)))
-            self.holders.fill_(1.0)
-            # Those of an earlier pass are views of memory that this pass will overwrite.
-            self.before = [
-                None if parameter.grad is None else parameter.grad.clone()
-                for parameter in self.parameters
-            ]
+    def has(self, index: int) -> bool:
+        """Return whether the gradient of a parameter has come, before the sum is complete."""
+        return self.missing is not None and index not in self.missing
 
-    def expect(self, index: int) -> None:
-        """Reset a gradient, unless this rank has added to it in this pass."""
-        self.open()
-        if index not in self.touched:
-            self.touched.add(index)
-            self.parameters[index].grad = None
-
-    def has_lost(self) -> bool:
-        """Return whether an awaited gradient was set to None by other means than ``zero_grad``."""
-        rows = enumerate(self.parameters)
-        return any(index not in self.touched and p.grad is None for index, p in rows)
+    def holds_sums(self) -> bool:
+        """Return whether every gradient is none, or a view of the bucket, which holds a sum."""
+        rows = zip(self.parameters, self.views, strict=True)
+        return all(parameter.grad is None or parameter.grad is view for parameter, view in rows)
 
     def fill(self, index: int, weight: Callable[[], float]) -> None:
         """Copy the gradient of a parameter, times ``weight``, into the bucket.
 
-        Horovod can scale too, but only by the same factor on all ranks.
+        If it is a sum over the ranks, on all of them, it remains so: the weights sum to 1. (Horovod
+        can scale too, but only by the same factor on all ranks.)
         """
-        assert self.missing is not None
+        if self.missing is None:
+            self.missing, self.absent = set(range(len(self.parameters))), set()
+            self.holders.fill_(1.0)
         gradient, view = self.parameters[index].grad, self.views[index]
         factor = 0.0 if gradient is None else weight()
-        if gradient is None or factor == 0:  # a mean over nothing is nan: 0 times it would be too
-            view.zero_()
-        else:
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            torch.mul(gradient.detach(), factor, out=view)
-        if gradient is None:
-            self.holders[index : index + 1].zero_()  # assigning a host value would synchronize
         self.parameters[index].grad = view
+        if gradient is not None:
+            gradient = (gradient.to_dense() if gradient.is_sparse else gradient).detach()
+        if self.has(index):
+            if gradient is not None and factor:
+                self._add(index, gradient, factor)
+            return
         self.missing.discard(index)
+        if gradient is None or factor == 0:  # a stand-in's may be nan: 0 times it would be too
+            view.zero_()
+            self.absent.add(index)
+            self.holders[index : index + 1].zero_()  # assigning a host value would synchronize
+        else:
+            torch.mul(gradient, factor, out=view)
 
-    def close(self, absent: set[int], *, dropped: bool = False) -> None:
-        """End the pass: set the gradients to the sums over the ranks plus the previous gradients.
+    def _add(self, index: int, gradient: torch.Tensor, factor: float) -> None:
+        """Add what autograd has produced for a parameter in addition, in the same pass."""
+        if self.handle is None:
+            self.views[index].add_(gradient, alpha=factor)
+        else:
+            self.late.append((index, gradient))
 
-        Parameters in ``absent`` have no gradient here; ``dropped`` discards the previous ones.
-        """
-        holders = self.holders.tolist() if absent else []  # synchronizes with a GPU
-        for index, parameter in enumerate(self.parameters):
-            held, view = None if dropped else self.before[index], self.views[index]
-            if held is not None:
-                view.add_(held)
-            # As in one process: a parameter without a gradient on any rank has none.
-            unused = index in absent and not holders[index]
-            parameter.grad = None if unused and held is None else view
-        self.handle, self.missing, self.before, self.touched = None, None, [], set()
+    def fill_missing(self, weight: Callable[[], float]) -> None:
+        """Fill what has not come."""
+        for index in range(len(self.parameters)):
+            if not self.has(index):
+                self.fill(index, weight)
+
+    def close(self) -> None:
+        """Set the gradients to the sums: none where no rank has one, as in one process."""
+        holders = self.holders.tolist() if self.absent else []  # synchronizes with a GPU
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            parameter.grad = None if index in self.absent and not holders[index] else view
+        self.handle, self.missing = None, None
+        for index, gradient in self.late:
+            parameter = self.parameters[index]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self.late = []

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import Flags, RankHooks
 from hvdtrain.adapters.pytorch.adapter import PyTorchAdapter
-from hvdtrain.adapters.pytorch.buckets import Buckets, keep_awaited
+from hvdtrain.adapters.pytorch.buckets import Buckets
 from hvdtrain.adapters.pytorch.sums import TYPES, Compressed, Sums, agreed
 from hvdtrain.steps.sharding import Part, Shards
 
@@ -43,13 +43,11 @@ class BucketedAdapter(PyTorchAdapter):
             flags=lambda: self.flags,
             summed=self._note_flags,
             waits=self.waits.during,
-            may_skip=lambda: len(self.gradient_sums) == 1,
+            part=lambda: self.parts_begun,
         )
         others_of = functools.partial(self._others_of, weakref.ref(model))
         buckets = Buckets(name, optimizer, sums, hooks, others_of)
         self._all_buckets.append(buckets)
-        self.waits.before = self.end_part
-        keep_awaited(model)
         return model, optimizer
 
     @override
@@ -92,9 +90,4 @@ class BucketedAdapter(PyTorchAdapter):
     def begin_part(self, shards: Shards, part: Part) -> None:
         super().begin_part(shards, part)
         for buckets in self.gradient_sums:
-            buckets.begin(empty=not part.count)
-
-    @override
-    def end_part(self) -> None:
-        for buckets in self.gradient_sums:
-            buckets.whole()
+            buckets.begin()

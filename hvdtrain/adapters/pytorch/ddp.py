@@ -2,8 +2,9 @@
 
 DDP sums gradients in buckets during the backward pass (Li et al., "PyTorch Distributed", VLDB
 2020) and divides by the number of ranks. Here a communication hook multiplies each bucket by the
-part's share of the global batch instead, so uneven and empty parts are handled correctly. Every
-rank makes each forward and backward pass, even on a part without samples.
+part's share of the global batch instead, so uneven parts are handled correctly. Gradients of passes
+that bypass the wrapper of DDP, or that were assigned, are summed at the end of the pass or at the
+step.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import Flags
+from hvdtrain.adapters.partition import buckets
 from hvdtrain.adapters.pytorch.adapter import (
     IS_TRAINED,
     PyTorchAdapter,
     parameters_of,
     unwrapped,
 )
-from hvdtrain.adapters.pytorch.sums import TYPES, agreed, fill
+from hvdtrain.adapters.pytorch.bucket import Bucket
+from hvdtrain.adapters.pytorch.sums import SIGNALS, STEP, TYPES, agreed, before_step, check, fill
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import TorchDistributed
 from hvdtrain.errors import UsageError
@@ -44,7 +46,7 @@ class DdpAdapter(PyTorchAdapter):
 
     name = "ddp"
     runtime = "torch.distributed"
-    needs_empty_forward = True
+    collective_passes = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +54,6 @@ class DdpAdapter(PyTorchAdapter):
         self._references: list[weakref.ref[Any]] = []
         # Sums of all ranks' flags at the last update, of whichever model.
         self.sent: torch.Tensor | None = None
-        self._pass_due = False  # the current part is empty, and no pass was made so far
 
     @override
     def connect(self) -> Communicator:
@@ -70,12 +71,14 @@ class DdpAdapter(PyTorchAdapter):
         wrapped.check_summed(optimizer)
         groups = len(optimizer.param_groups)
 
-        def check(optimizer: Any, *_: Any) -> None:
-            self._check_pass()
+        def prepare(optimizer: Any, arguments: Any, named: Any) -> Any:
             if len(optimizer.param_groups) > groups or any(map(IS_TRAINED, wrapped.frozen)):
                 wrapped.check_summed(optimizer)
+            wrapped.begin_step(optimizer)
+            return before_step(wrapped, arguments, named)
 
-        optimizer.register_step_pre_hook(check)
+        optimizer.register_step_pre_hook(prepare)
+        optimizer.synchronize = wrapped.synchronize
         return wrapped, optimizer
 
     def _wrapped(self, model: Any) -> WeightedDdp:
@@ -104,21 +107,9 @@ class DdpAdapter(PyTorchAdapter):
 
     @override
     def begin_part(self, shards: Shards, part: Part) -> None:
-        self._check_pass()
         super().begin_part(shards, part)
-        self._pass_due = bool(self.gradient_sums) and not part.count
-
-    def _check_pass(self) -> None:
-        """Raise if the pass of an empty part was skipped: the next sums would be mixed up."""
-        if self._pass_due:
-            raise UsageError(
-                "no backward pass was made on a part without samples: with --strategy "
-                f"{self.name} every rank must make all passes (its loss may be nan; it is ignored)"
-            )
-
-    def note_pass(self) -> None:
-        """Record that gradients of the current part are being summed."""
-        self._pass_due = False
+        for sums in self.gradient_sums:
+            sums.begin()
 
     def add_sums(self, sums: Any) -> None:
         """Use the gradient sums of a model while it exists."""
@@ -181,16 +172,25 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self._trained = {id(value) for value in model.parameters() if value.requires_grad}
         self.frozen = [value for value in model.parameters() if not value.requires_grad]
         self.register_forward_pre_hook(_check_released)
-        self.register_forward_hook(_watch_passes)
         self.released = False  # another wrapper sums the gradients
-        self.due = False  # a forward pass was made whose gradients are to be summed
+        self._running = False  # a backward pass runs
+        self._summed = False  # the gradients of the last pass, or those that were assigned
+        self._unsummed: set[int] = (
+            set()
+        )  # parameters, by their ids, whose gradients DDP did not sum
+        self._memory: set[int] = set()  # addresses of the sums
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, since the last sum
+        own = [value for value in model.parameters() if value.requires_grad]
+        kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in own]
+        self._buckets = [Bucket("", [own[i] for i in group]) for group in buckets(kinds)]
+        watch = _Watch(self)
+        for value in own:
+            value.register_post_accumulate_grad_hook(watch)
         # Sums under way: work, future, message, and the type of the gradients.
         self._sums: list[tuple[Any, Any, torch.Tensor, torch.dtype]] = []
         self._trouble: UsageError | None = None
         # A reference to itself, in C++, would never be collected.
-        self.register_comm_hook(
-            weakref.ref(self), lambda model, bucket: model()._start_sum(bucket.buffer())
-        )
+        self.register_comm_hook(weakref.ref(self), lambda model, bucket: model()._start_sum(bucket))
 
     def is_current(self) -> bool:
         """Return whether the parameters that are trained now are those that DDP sums."""
@@ -211,32 +211,69 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self._remove_autograd_hooks()
         self.released = True
 
-    def check_pass(self, _: torch.Tensor) -> None:
-        """Raise ``UsageError`` at the end of a backward pass that has left local gradients.
-
-        DDP sums those of the first backward pass after a forward pass.
-        """
-        if self.due or not self.require_backward_grad_sync:
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Record that autograd has added to the gradient of ``parameter``."""
+        self._summed = False
+        if not self.require_backward_grad_sync:
             return
-        self.due = True  # checked once
-        gradients = [(value, value.grad) for value in self.parameters()]
-        before = [(grad, grad._version if grad is not None else 0) for _, grad in gradients]
+        self._unsummed.add(id(parameter))
+        if not self._running:
+            self._running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
-        def check() -> None:
-            self.due = False
-            now = [value.grad for value, _ in gradients]
-            for gradient, (known, version) in zip(now, before, strict=True):
-                if gradient is not known or (known is not None and known._version != version):
-                    raise UsageError(
-                        f"--strategy {self.adapter.name} sums the gradients of one backward pass "
-                        "per forward pass: sum the losses before backward(), or call the model "
-                        "again before each"
-                    )
+    def _end_pass(self) -> None:
+        self._running = False
+        # After DDP's own callback, which sets the gradients.
+        torch.autograd.Variable._execution_engine.queue_callback(self._sum_rest)
 
-        torch.autograd.Variable._execution_engine.queue_callback(check)
+    def _sum_rest(self) -> None:
+        """Sum what a pass that bypassed this wrapper, or the second of a forward pass, has left."""
+        self._summed = not self._unsummed
+        self.synchronize()
 
-    def _start_sum(self, gradients: torch.Tensor) -> Any:
-        """Start summing a bucket over all ranks, in place; before the first, the flags."""
+    def begin(self) -> None:
+        """Begin a part, or a closure."""
+        self._summed = False
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin a step of ``optimizer``, which uses each sum once."""
+        if optimizer in self._stepped:
+            self._summed = False
+        self._stepped.add(optimizer)
+
+    def synchronize(self) -> None:
+        """See ``Summing``."""
+        gradients = (value.grad for value in self.parameters())
+        held = (value is None or _address(value) in self._memory for value in gradients)
+        if self._summed and all(held):
+            return
+        weight = self.adapter.part_weight
+        signals = torch.empty(SIGNALS, device=self.adapter.device)
+        fill(signals, self.adapter.flags, STEP)
+        with self.blocked(SUM):
+            dist.all_reduce(signals)
+            check(signals)
+            for bucket in self._buckets:
+                if bucket.flat is None:
+                    bucket.allocate()
+                    self._memory.add(_address(bucket.flat))
+                bucket.fill_missing(lambda: weight)
+                dist.all_reduce(bucket.flat)
+                bucket.close()
+        self._note(signals)
+
+    def _note(self, signals: torch.Tensor) -> None:
+        """Record that all gradients are sums."""
+        self.adapter.sent = signals
+        self._summed = True
+        self._unsummed.clear()
+        self._stepped.clear()
+
+    def _start_sum(self, bucket: Any) -> Any:
+        """Start summing a bucket over all ranks, in place; before the first, the signals."""
+        gradients = bucket.buffer()
+        self._memory.add(_address(gradients))
+        self._unsummed.difference_update(map(id, bucket.parameters()))
         try:
             weight = self.adapter.part_weight
         except UsageError as error:  # raised within the hook, it would lose its type
@@ -244,10 +281,9 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         weigh(gradients, weight)
         kind = TYPES.get(self.adapter.comm_options.compression, gradients.dtype)
         if not self._sums:
-            self.adapter.note_pass()
-            flags = gradients.new_empty(len(Flags._fields), dtype=kind)
-            fill(flags, self.adapter.flags)
-            self._start_future(flags, kind)
+            signals = torch.empty(SIGNALS, device=gradients.device)
+            fill(signals, self.adapter.flags, self.adapter.parts_begun % STEP)
+            self._start_future(signals, signals.dtype)
             # At the end of the pass, before DDP's callback; there is no public API for it.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         return self._start_future(gradients.to(kind), gradients.dtype)
@@ -260,26 +296,34 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
 
     def _finish(self) -> None:
         """Wait for the sums of this pass; DDP then copies them to the gradients."""
-        self.due = False
         sums, self._sums = self._sums, []
         with self.blocked(SUM):
-            for work, future, message, kind in sums:
+            for number, (work, future, message, kind) in enumerate(sums):
                 work.wait()
+                if not number:
+                    check(message)
                 future.set_result(message.to(kind))
-        self.adapter.sent = sums[0][2]
         sizes = [message.numel() * message.element_size() for _, _, message, _ in sums[1:]]
         self.messages = {"count": len(sizes), "bytes": sum(sizes)}
+        self.adapter.sent = sums[0][2]
+        self._stepped.clear()
         if self._trouble:
             raise self._trouble
 
 
-def _watch_passes(model: Any, _: Any, output: Any) -> None:
-    """Check each backward pass through ``output``."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        model.due = model.require_backward_grad_sync
-        for value in _pytree.tree_leaves(output):
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                value.register_hook(model.check_pass)
+class _Watch:
+    """A hook of parameters; weak, so as not to keep a deleted model alive."""
+
+    def __init__(self, model: WeightedDdp) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if (model := self._model()) is not None and not model.released:
+            model.arrived(parameter)
+
+
+def _address(tensor: Any) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _check_released(model: Any, *_: Any) -> None:

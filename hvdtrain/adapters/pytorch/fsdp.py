@@ -3,12 +3,13 @@
 ``fully_shard`` shards each parameter along its first dimension (Zhao et al., "PyTorch FSDP", VLDB
 2023; ZeRO, stage 3). A unit of the model is gathered for its forward and its backward pass, and
 its gradients are reduced and scattered, after multiplication by the part's share of the global
-batch, so uneven and empty parts are handled correctly.
+batch, so uneven parts are handled correctly.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from hvdtrain.adapters.common_adapter import Flags
 from hvdtrain.adapters.partition import balanced_owners
 from hvdtrain.adapters.pytorch.adapter import (
     TorchView,
@@ -34,10 +34,11 @@ from hvdtrain.adapters.pytorch.adapter import (
 )
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums, make_dense, weigh
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedView
-from hvdtrain.adapters.pytorch.sums import TYPES, fill
+from hvdtrain.adapters.pytorch.sums import SIGNALS, STEP, TYPES, before_step, check, fill
 from hvdtrain.adapters.state_view import StateView, Take
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
+from hvdtrain.system.runtime.exit import agreed as on_all_ranks
 from hvdtrain.system.runtime.waits import SUM
 
 GATHERING = "the gathering of the parameters"
@@ -64,8 +65,9 @@ class FsdpAdapter(DdpAdapter):
             for group in optimizer.param_groups:
                 group["fused"] = None
         self.add_sums(sums)
-        optimizer.register_step_pre_hook(lambda *_: self._check_pass())
-        optimizer.register_step_pre_hook(lambda *_: sums.before_step())
+        optimizer.register_step_pre_hook(
+            lambda _, arguments, named: before_step(sums, arguments, named)
+        )
         return model, optimizer
 
     @override
@@ -192,6 +194,10 @@ class Communication(ModelSums):
     def __init__(self, model: Any, adapter: FsdpAdapter) -> None:
         self.model, self.adapter = model, adapter
         self._counted = {"count": 0, "bytes": 0}
+        self._running = False  # a backward pass runs
+        self._summed = False  # gradients of the current part
+        # Gradients after the last backward pass, as weak references.
+        self._known: list[Callable[[], Any]] = [lambda: None for _ in model.parameters()]
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)  # the weights of the parts sum to 1
@@ -218,7 +224,10 @@ class Communication(ModelSums):
         self, part: torch.Tensor, whole: torch.Tensor, group: Any, async_op: bool
     ) -> Any:
         """Sum the weighted gradients of a unit; each rank receives its rows."""
-        self.adapter.note_pass()
+        if not self._running:
+            self._running = True
+            # At the end of the pass; there is no public API for it.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         weigh(whole, self.adapter.part_weight)
         kind = TYPES.get(self.adapter.comm_options.compression, whole.dtype)
         sent, received = whole.to(kind), part.to(kind)  # no copies if they are of that type
@@ -232,14 +241,46 @@ class Communication(ModelSums):
             part.copy_(received)
         return work
 
-    def before_step(self) -> None:
-        """Sum the flags of all ranks; before an update, on all of them."""
+    def _gradients(self) -> list[Any]:
+        return [parameter.grad for parameter in self.model.parameters()]
+
+    def _end_pass(self) -> None:
+        self._running, self._summed = False, True
+        self._known = [(lambda: None) if g is None else weakref.ref(g) for g in self._gradients()]
+
+    def begin(self) -> None:
+        """Begin a part."""
+        self._summed = False
+
+    def synchronize(self) -> None:
+        """Sum the signals of all ranks, before an update on all of them; see ``Summing``.
+
+        Raises:
+            UsageError: there are gradients that no backward pass has summed. A rank has only its
+                rows of them, so they cannot be summed here.
+        """
+        pairs = zip(self._gradients(), self._known, strict=True)
+        assigned = any(grad is not None and grad is not known() for grad, known in pairs)
+        part = self.adapter.current_part if not self._summed else None
+        if part and part.stand_in and not assigned:
+            raise UsageError(
+                "no backward pass was made on a stand-in (`part.count` is 0): with --strategy fsdp "
+                "every rank must make each pass"
+            )
         self.messages, self._counted = self._counted, {"count": 0, "bytes": 0}
-        sent = torch.empty(len(Flags._fields), device=self.adapter.device)
-        fill(sent, self.adapter.flags)
+        sent = torch.empty(SIGNALS, device=self.adapter.device)
+        fill(sent, self.adapter.flags, self.adapter.parts_begun % STEP, late=assigned)
         with self.blocked(SUM):
             dist.all_reduce(sent)
+        if check(sent):
+            raise on_all_ranks(
+                UsageError(
+                    "--strategy fsdp cannot sum gradients that were assigned to .grad: change "
+                    "those of backward() in place, or use --strategy horovod, ddp or zero"
+                )
+            )
         self.adapter.sent = sent
+        self._summed = False
 
 
 class UnitCollective:

@@ -8,14 +8,20 @@ sum to 1, so no partial sum exceeds the largest gradient: fp16 overflows only if
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import Flags
+from hvdtrain.errors import UsageError
+from hvdtrain.system.runtime.exit import agreed as on_all_ranks
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+STEP = 4  # moment of a sum outside of backward passes; those have the number of the part modulo 4
+# A rank sends with each sum: its flags, whether it has late gradients, and the moment, of which
+# there must be one.
+SIGNALS = len(Flags._fields) + 1 + STEP + 1
 
 
 class Sums(ABC):
@@ -66,12 +72,73 @@ class Compressed(Sums):
         return bucket.numel() * self.kind.itemsize
 
 
-def fill(tensor: torch.Tensor, flags: Flags) -> None:
-    """Set ``tensor`` to the ``flags`` of this rank, as numbers that can be summed."""
-    for index, flag in enumerate(flags):
-        tensor[index : index + 1].fill_(float(flag))  # assigning would synchronize with a GPU
+def fill(tensor: torch.Tensor, flags: Flags, moment: int, *, late: bool = False) -> None:
+    """Set ``tensor`` to the signals of this rank, as numbers that can be summed.
+
+    Args:
+        tensor: ``SIGNALS`` elements.
+        flags: the flags of this rank.
+        moment: number of the part of a backward pass, modulo ``STEP``; ``STEP`` outside of passes.
+        late: whether this rank has gradients that the sum does not contain.
+    """
+    tensor.zero_()
+    at = [index for index, flag in enumerate((*flags, late)) if flag]
+    for index in (*at, len(Flags._fields) + 1 + moment):
+        tensor[index : index + 1].fill_(1.0)  # assigning would synchronize with a GPU
 
 
 def agreed(sums: torch.Tensor) -> Flags:
-    """Return the flags of all ranks from their ``sums``; this synchronizes with a GPU."""
-    return Flags(*(value > 0 for value in sums.tolist()))
+    """Return the flags of all ranks from the ``sums`` of signals; this synchronizes with a GPU."""
+    return Flags(*(value > 0 for value in sums[: len(Flags._fields)].tolist()))
+
+
+def check(sums: torch.Tensor) -> bool:
+    """Return whether any rank has late gradients, from the ``sums`` of signals.
+
+    Raises:
+        UsageError: on every rank, if the ranks were at different moments.
+    """
+    late, *moments = sums[len(Flags._fields) :].tolist()
+    if sum(map(bool, moments)) > 1:
+        raise on_all_ranks(
+            UsageError(
+                "the ranks make different backward passes or steps: every rank must make each of "
+                "them, in a closure too, also on a stand-in (`part.count` is 0: do not skip it), "
+                "and assign gradients on all ranks or on none"
+            )
+        )
+    return late > 0
+
+
+class Summing(Protocol):
+    """Gradients that are summed over the ranks by a backward pass, or before the step."""
+
+    def begin(self) -> None:
+        """Expect a backward pass, or gradients that are assigned."""
+
+    def synchronize(self) -> None:
+        """Sum the gradients over the ranks now, unless a backward pass has; all ranks call it.
+
+        The step does so, too. Call it before gradients that were assigned are read or clipped.
+        """
+
+
+def before_step(gradients: Summing, arguments: Any, named: Any) -> Any:
+    """Synchronize ``gradients`` for ``optimizer.step``: now, or each time after its closure.
+
+    Returns:
+        The arguments of the step with such a closure; None: it has none.
+    """
+    optimizer, *given = arguments
+    closure, *rest = given or [named.get("closure")]
+    if closure is None:
+        gradients.synchronize()
+        return None
+
+    def summed() -> Any:
+        gradients.begin()
+        loss = closure()
+        gradients.synchronize()
+        return loss
+
+    return (optimizer, summed, *rest), {k: v for k, v in named.items() if k != "closure"}

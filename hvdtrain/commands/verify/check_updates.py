@@ -71,7 +71,7 @@ def _max_difference(actual: list[float], expected: list[float]) -> float:
 
 
 def shares(size: int) -> list[list[int]]:
-    """Return the number of samples per rank in three uneven steps, with empty parts in two."""
+    """Return the number of samples per rank in three uneven steps, with none on a rank in two."""
     if size == 1:
         return [[3], [1], [2]]
     rising = [2 * rank + 1 for rank in range(size)]
@@ -85,17 +85,17 @@ def measure_gradient(probe: Probe) -> Facts:
     """
     adapter, plain = probe.adapter, probe.plain
     task = probe.task(plain.train.samples, seed=0)
-    task.needs_empty_forward = adapter.needs_empty_forward
     task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
     task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
     shards = Shards(1, 1, on_begin=adapter.begin_part)  # step 3 is verified separately
     applied, whole = [], []
     for counts in shares(probe.size):
-        begin = sum(counts[: probe.rank])
-        local = np.arange(begin, begin + counts[probe.rank])
+        begin, count = sum(counts[: probe.rank]), counts[probe.rank]
+        local = np.arange(begin, begin + count) if count else np.arange(1)
+        part = Part(local, sum(counts), Position(), Position(), stand_in=not count)
         adapter.import_state(plain.model, None, adapter.export_state(task.model, None))
         whole.append(probe.update(plain, np.arange(sum(counts))).tolist())
-        with shards.step(Part(local, sum(counts), Position(), Position())):
+        with shards.step(part):
             applied.append(probe.update(task, local).tolist())
     tensors = len(adapter.export_state(plain.model, None).model)
     return {"applied": applied, "whole": whole, "tensors": tensors}

@@ -56,8 +56,7 @@ def train(net: Any, optimizer: Any, shards: Shards, first: int, end: int) -> Non
     for part in list(shards.parts(0, 0))[first:end]:
         with shards.step(part):
             optimizer.zero_grad()
-            if part.count or hvd.needs_empty_forward:
-                (net(x[part.indices]) - y[part.indices]).square().mean().backward()
+            (net(x[part.indices]) - y[part.indices]).square().mean().backward()
             clip(net)
             optimizer.step()
 

@@ -2,7 +2,7 @@
 
 Every loop is also run by hand in this one process, over the whole global batches, without
 hvdtrain: the weights must be those. 13 samples in global batches of 4 leave parts of 2, 1, 1 and,
-at the tail of one sample, parts of none.
+at the tail of one sample, stand-ins.
 """
 
 from __future__ import annotations
@@ -62,12 +62,11 @@ def sgd(net: torch.nn.Module, *, decay: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9, weight_decay=decay)
 
 
-def train(step: Callable[..., None], *, skips: bool = False, loader: bool = False) -> None:
+def train(step: Callable[..., None], *, loader: bool = False) -> None:
     """Run ``step(net, optimizer, inputs, labels, number)`` over all ranks and in one process.
 
     Args:
-        step: called for every part, or with empty tensors.
-        skips: it leaves out the backward pass where there are no samples.
+        step: called for every part.
         loader: batches come from worker processes that read ahead.
     """
     single = Net()
@@ -86,9 +85,7 @@ def train(step: Callable[..., None], *, skips: bool = False, loader: bool = Fals
         if loader:
             sampler = shards.batch_sampler(epoch)
             steps = shards.batches(epoch, DataLoader(data, batch_sampler=sampler, num_workers=2))
-        for number, (_, batch) in enumerate(steps):
-            inputs, labels = batch or (x[:0], y[:0])
-            assert skips or not loader
+        for number, (_, (inputs, labels)) in enumerate(steps):
             step(net, optimizer, inputs, labels, number)
         hvd.average_metrics(1)  # a call of all ranks, whatever the last part has left
     difference = distance(net, single)
@@ -109,9 +106,8 @@ def loss_of(net: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 
 def backward(net: Any, inputs: torch.Tensor, labels: torch.Tensor, passes: int = 1) -> None:
-    """Make a backward pass, one of ``passes``; without samples only where others wait for it."""
-    if len(labels) or hvd.needs_empty_forward:
-        (loss_of(net, inputs, labels) / passes).backward()
+    """Make a backward pass, one of ``passes``."""
+    (loss_of(net, inputs, labels) / passes).backward()
 
 
 def clip(net: Any) -> None:
@@ -121,15 +117,6 @@ def clip(net: Any) -> None:
 def clipped(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
     optimizer.zero_grad()
     loss_of(net, inputs, labels).backward()
-    clip(net)
-    optimizer.step()
-
-
-def clipped_without_empty_passes(
-    net: Any, optimizer: Any, inputs: Any, labels: Any, number: int
-) -> None:
-    optimizer.zero_grad()
-    backward(net, inputs, labels)
     clip(net)
     optimizer.step()
 
@@ -197,13 +184,12 @@ def two_passes(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) 
 
 
 def summed_together(net: Any, optimizer: Any, inputs: Any, labels: Any, number: int) -> None:
-    """Sum the gradients of three passes at once; where there is no sample, of none."""
+    """Sum the gradients of three passes at once."""
     optimizer.zero_grad()
-    if len(labels) or hvd.needs_empty_forward:
-        with hvd.no_sync():
-            (loss_of(net, inputs, labels) * 0.3).backward()
-            (net(inputs).square().sum(1).mean() * 0.1).backward()
-        (loss_of(net, inputs, labels) * 0.7).backward()
+    with hvd.no_sync():
+        (loss_of(net, inputs, labels) * 0.3).backward()
+        (net(inputs).square().sum(1).mean() * 0.1).backward()
+    (loss_of(net, inputs, labels) * 0.7).backward()
     clip(net)
     optimizer.step()
 
@@ -258,9 +244,6 @@ def adversarial() -> None:
     run(maker, discriminator, first, second, shards.epoch(0))
     for mine, theirs in zip((maker, discriminator), single, strict=True):
         assert distance(mine, theirs, other) < 1e-12
-    first.zero_grad()
-    if size > 1 and not hvd.needs_empty_forward:
-        expect_error(first.step, "without a previous backward pass", "every rank must make all")
 
 
 def one_model_after_the_other() -> None:
@@ -368,15 +351,15 @@ def read_ahead() -> None:
     assert isinstance(kept, torch.optim.SGD)
 
 
-def without_its_empty_pass() -> None:
-    """The pass that is left out is told before the sums of two passes are mixed up."""
+def without_a_pass() -> None:
+    """Leave out the pass on a stand-in, which the step reports."""
     net = Net()
     net, optimizer = hvd.distribute_optimizer(net, sgd(net))
-    shards = hvd.shard_data(size - 1, global_batch=size - 1)
-    for part in shards.epoch(0):
+    for part in hvd.shard_data(size - 1, global_batch=size - 1).epoch(0):
+        optimizer.zero_grad()
         if part.count:
-            return
-        expect_error(optimizer.step, "a part without samples", "every rank must make all")
+            loss_of(net, x[part.indices], y[part.indices]).backward()
+        optimizer.step()
 
 
 def refused_with_state() -> None:
@@ -409,18 +392,19 @@ def save_on_rank_zero_alone(folder: Path) -> None:
 folder = sys.argv[1]
 if sys.argv[2:] == ["alone"]:
     save_on_rank_zero_alone(Path(folder))
+elif sys.argv[2:] == ["skipped"]:
+    without_a_pass()
 elif __name__ == "__main__":
     train(clipped)
-    train(clipped_without_empty_passes, skips=True)
-    train(clipped_without_empty_passes, skips=True, loader=True)
-    train(zeroed_at_the_end, skips=True)
-    train(accumulated, skips=True)
-    train(tail_dropped, skips=True)
-    train(tail_dropped_later, skips=True)
-    train(zeroed_by_the_model, skips=True)
-    train(zeroed_in_place, skips=True)
+    train(clipped, loader=True)
+    train(zeroed_at_the_end)
+    train(accumulated)
+    train(tail_dropped)
+    train(tail_dropped_later)
+    train(zeroed_by_the_model)
+    train(zeroed_in_place)
     train(two_passes)
-    train(summed_together, skips=True)
+    train(summed_together)
     train(summed_beside_others)
     train(scaled)
     adversarial()
@@ -429,8 +413,6 @@ elif __name__ == "__main__":
     saved_in_the_background(Path(folder, "background"))
     if size > 1:
         read_ahead()
-    if size > 1 and hvd.needs_empty_forward:
-        without_its_empty_pass()
     if size > 1 and strategy in ("zero", "fsdp"):
         refused_with_state()
     Path(folder, f"{rank}-of-{size}").touch()

@@ -39,7 +39,7 @@ def steps_of(
 
 
 def order_of(steps: list[tuple[Part, ...]]) -> list[int]:
-    return [int(index) for parts in steps for part in parts for index in part.indices]
+    return [int(i) for parts in steps for part in parts if part.count for i in part.indices]
 
 
 @given(SAMPLES, BATCH, SEED, EPOCH, SIZE)
@@ -63,8 +63,12 @@ def test_parts_differ_by_at_most_one_sample_and_have_their_positions(
         assert max(counts) - min(counts) <= 1
         begin, end = number * batch, min((number + 1) * batch, samples)
         assert sum(counts) == end - begin
+        batch_indices = {int(i) for part in parts if part.count for i in part.indices}
         for part in parts:
             assert part.indices.dtype == np.int64
+            assert len(part.indices) == max(1, part.count)
+            assert part.stand_in == (part.weight == 0)
+            assert batch_indices.issuperset(part.indices.tolist())
             assert part.global_count == end - begin
             assert part.start == Position(0, begin)
             assert part.end == (Position(1, 0) if end == samples else Position(0, end))
@@ -148,7 +152,7 @@ def test_weighted_means_of_the_parts_are_the_mean_of_the_global_batch(
         assert weighted == Fraction(sum(values[i] for i in whole), len(whole))
 
 
-def test_on_end_is_called_after_a_step_or_epoch_but_not_after_a_failure() -> None:
+def test_on_end_is_called_after_a_step_or_epoch_also_of_a_failure() -> None:
     ended: list[str] = []
     shards = Shards(7, 3, on_end=lambda: ended.append("end"))
     for part in shards.epoch(0):
@@ -157,7 +161,7 @@ def test_on_end_is_called_after_a_step_or_epoch_but_not_after_a_failure() -> Non
     assert len(list(shards.batches(1, shards.batch_sampler(1)))) == len(ended) - 1 == 3
     with pytest.raises(ZeroDivisionError), shards.step(part):
         raise ZeroDivisionError
-    assert len(ended) == 4
+    assert len(ended) == 5
 
 
 @given(st.integers(0, 1000), SIZE)

@@ -37,8 +37,8 @@ def drawn(
     for rank in range(size):
         shards = Shards(SAMPLES, batch, seed=seed, rank=rank, size=size)
         for part, loaded in data.training(shards.parts(epoch, consumed)):
-            assert loaded.count == part.count
-            assert len(loaded.x) == len(loaded.boxes) == part.count + bool(part.count)
+            assert len(loaded.shares) == len(part.indices) == max(1, part.count)
+            assert len(loaded.x) == len(loaded.boxes) == len(part.indices) + 1
             for row, index in enumerate(loaded.x[: part.count].tolist()):
                 share, box = float(loaded.shares[row]), tuple(loaded.boxes[row].tolist())
                 samples[index] = int(loaded.x[row + 1]), share, box
