@@ -33,7 +33,7 @@ from hvdtrain.system.machine.threads import RankCores, agreed_threads, oversubsc
 from hvdtrain.system.output.text import rank_list
 from hvdtrain.system.runtime import failure_detector
 from hvdtrain.system.runtime.detect import detect
-from hvdtrain.system.runtime.exit import agreed, process_status
+from hvdtrain.system.runtime.exit import agreed, end_by_exceptions, process_status
 from hvdtrain.system.runtime.spawn import end_with_launcher
 from hvdtrain.system.runtime.tuning import set_defaults
 from hvdtrain.system.runtime.waits import Waits, together
@@ -232,6 +232,8 @@ class CommonAdapter(StateAdapter):
         preflight.check_libraries()
         self.communicator = self.connect()
         process_status.disconnect.append(self.communicator.close)
+        if self.communicator.size > 1:
+            end_by_exceptions()
         preflight.check_world(launch, self.communicator.size, self.runtime)
         self.ranks = preflight.exchange(self.communicator)
         rank, hosts = self.communicator.rank, [facts.host_id for facts in self.ranks]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
+import io
 import logging
 import os
 import socket
@@ -21,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from hvdtrain.errors import (
@@ -54,7 +57,8 @@ class ProcessStatus:
     stage: str = ""  # current stage for error messages, e.g. ``step 17``
     checkpoint: str = ""  # newest checkpoint of this run, from which it can resume
     interrupted: str = "interrupted"  # message after Ctrl-C
-    reported: bool = False  # whether another rank has failed and reported it
+    reported: int = 0  # exit code of another rank that has failed and reported it
+    show: Callable[[], None] | None = None  # prints what precedes the message about its failure
     hangs: bool = False  # whether a thread does not end, for which Python may wait at its exit
     at_exit: list[Callable[[int], None]] = field(default_factory=list)  # called with the exit code
     # Shut down the communication library:
@@ -98,25 +102,56 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
             fail(f"{message}. {process_status.resume_hint()}", code=code)
         if isinstance(stop.code, str):  # as Python does
             sys.stderr.write(f"{stop.code}\n")
-    except KeyboardInterrupt:
-        fail(process_status.interrupted, code=EXIT_INTERRUPTED)
-    except HvdtrainError as error:
-        wait = WAIT_USAGE if isinstance(error, UsageError) else WAIT_FAILURE
-        # A usage error on rank 0, in command line or data, usually occurs on all ranks.
-        common = error.agreed or (isinstance(error, UsageError) and detect(os.environ).is_root)
-        if error.agreed:
-            _disconnect(WAIT_FAILURE)
-        fail(f"error: {error}", code=error.exit_code, wait=wait, agreed=common)
+    except (KeyboardInterrupt, HvdtrainError) as error:
+        _end_by(error)
     except Exception as error:
-        if (launch := detect(os.environ)).is_root and launch.size > 1:
-            time.sleep(WAIT_LOSS)
-            if process_status.reported:  # a collective has failed, as that rank has exited
-                leave(EXIT_FAILURE)
-        detail = "".join(traceback.format_exception(error))
-        fail(f"failed: {error!r}\n{detail}", code=EXIT_FAILURE, wait=WAIT_FAILURE)
+        _end_by(error, "\n" + "".join(traceback.format_exception(error)))
     if code == EXIT_PREEMPTED:
         leave_preempted()
     leave(code)
+
+
+@functools.cache
+def end_by_exceptions() -> None:
+    """Let an uncaught exception of this program end all ranks, as one in ``run_and_exit`` does.
+
+    Python alone would wait in the finalizers of MPI, and for threads. The present excepthook shows
+    the traceback: Python's, the user's, or that of torch.distributed.
+    """
+    show = sys.excepthook
+
+    def end(_: object, error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(sys.stderr, io.StringIO):  # of a later hook, which would not print it
+            sys.stderr = sys.__stderr__
+        name, rows = Path(sys.argv[0]).name, traceback.extract_tb(trace)
+        lines = [row.lineno for row in rows if Path(row.filename).name == name]
+        detail = f" ({name} line {lines[-1]})" if lines else ""
+        _end_by(error, detail, lambda: show(type(error), error, trace))
+
+    sys.excepthook = end
+
+
+def _end_by(
+    error: BaseException, detail: str = "", show: Callable[[], None] | None = None
+) -> NoReturn:
+    """Report ``error`` and ``detail``, after ``show`` in a user's script, and end the process."""
+    code, wait, launch = EXIT_FAILURE, WAIT_FAILURE, detect(os.environ)
+    message, common = f"failed: {error!r}{detail}", False
+    if isinstance(error, KeyboardInterrupt):
+        code, message = EXIT_INTERRUPTED, f"{process_status.interrupted}{detail}"
+    elif isinstance(error, HvdtrainError):
+        code, message, common = error.exit_code, f"error: {error}{detail}", error.agreed
+        if common:
+            _disconnect(WAIT_FAILURE)
+        if isinstance(error, UsageError):
+            # On rank 0, in command line or data, it usually occurs on all ranks.
+            wait, common = WAIT_USAGE, common or (launch.is_root and show is None)
+    elif launch.is_root and launch.size > 1:
+        time.sleep(WAIT_LOSS)
+        if process_status.reported:  # a collective has failed, as that rank has exited
+            leave(process_status.reported)
+    process_status.show = show
+    fail(message, code=code, wait=wait, agreed=common)
 
 
 def leave_preempted() -> NoReturn:
@@ -149,7 +184,7 @@ def _disconnect(patience: float) -> None:
 def fail(message: str, *, code: int, wait: float = WAIT_FAILURE, agreed: bool = False) -> NoReturn:
     """Print ``message`` and exit with ``code``; a rank other than 0 waits for rank 0 first."""
     speak(message, wait=wait, agreed=agreed)
-    leave(code)
+    leave(process_status.reported or code)
 
 
 def speak(
@@ -170,7 +205,9 @@ def speak(
     launch, stage = detect(os.environ), process_status.stage
     if not launch.is_root:
         time.sleep(wait)
-    if launch.is_root or not agreed:
+    if launch.is_root or not (agreed or process_status.reported):
+        if process_status.show:
+            process_status.show()
         rank = f"rank {launch.rank} on {socket.gethostname()}"
         prefix = "" if agreed or launch.size == 1 else f"{rank}{', ' + stage if stage else ''}: "
         line = f"hvdtrain: {prefix}{message.rstrip()}\n"

@@ -52,8 +52,9 @@ IDLE = 5  # idle seconds before the kernel sends the first probe
 
 BACKLOG = 4096  # pending connections: one per host, or one per rank of this host
 
-# A rank's last message: it ends normally; it fails and has reported why; it has lost another rank
-# and has reported which. Other ranks need not report collectives that fail as a consequence.
+# A rank's last message: it ends normally; it fails and has reported why (followed by its exit code,
+# which is then that of all ranks); it has lost another rank and has reported which. Other ranks
+# need not report collectives that fail as a consequence.
 DONE, FAILED, LOST = b".", b"!", b"?"
 REPORT = b"w"  # followed by length and content of a report to rank 0
 LENGTH = 2  # bytes of the length
@@ -162,6 +163,7 @@ class FailureDetector:
         self.parent = first if rank != first else 0  # in the tree with root 0
         self.connections: list[Connection] = []
         self.on_report: Callable[[bytes], None] = lambda report: None  # called on rank 0
+        self.on_end: Callable[[], None] = lambda: None  # called when this rank or its parent ends
         self.last: bytes | None = None  # this rank's last message
         self.secret = secrets.token_bytes(KEY)  # all ranks use rank 0's
         self.selector = selectors.DefaultSelector()
@@ -206,9 +208,10 @@ class FailureDetector:
 
     def send_last(self, code: int) -> None:
         """Notify the other ranks that this rank is about to end with ``code``."""
-        self._notify(DONE if code in (EXIT_OK, EXIT_PREEMPTED) else FAILED)
+        self._notify(DONE if code in (EXIT_OK, EXIT_PREEMPTED) else FAILED + bytes([code & 0xFF]))
 
     def _notify(self, last: bytes) -> None:
+        self.on_end()
         if self.last is None:
             self.last = last
             for connection in list(self.connections):
@@ -222,6 +225,7 @@ class FailureDetector:
 
     def close(self) -> None:
         """Close this process's side of all connections."""
+        self.on_end()
         sockets = [begun.socket for begun in self.pending]
         sockets += [connection.socket for connection in self.connections]
         for opened in (*self.listeners.values(), *sockets):
@@ -309,9 +313,11 @@ class FailureDetector:
 
     def _read(self, connection: Connection) -> bool:
         """Handle a report, a last message, or a broken connection; return False at the end."""
-        silent = False
+        silent, code = False, EXIT_FAILURE
         try:
             message = connection.socket.recv(1)
+            if message == FAILED:
+                code = int.from_bytes(receive(connection.socket, 1), "big") or EXIT_FAILURE
             if message == REPORT:
                 length = int.from_bytes(receive(connection.socket, LENGTH), "big")
                 report = receive(connection.socket, length)
@@ -321,14 +327,16 @@ class FailureDetector:
             message, silent = b"", not isinstance(error, ConnectionResetError)
         # The socket stays open: the other side may be alive, and closing would mean a lost rank.
         if message in (FAILED, LOST):
-            self._notify(message)
+            self._notify(message + bytes([code]) if message == FAILED else message)
             if message == FAILED:
-                process_status.reported = True
-                process_status.act(EXIT_FAILURE)  # mpirun is about to kill this process
+                process_status.reported = code
+                process_status.act(code)  # mpirun is about to kill this process
                 time.sleep(PATIENCE)  # an error of all ranks ends them together in the meantime
-            leave(EXIT_FAILURE)
+            leave(code)
         if message != DONE:
             self._end(connection.rank, silent=silent)
+        if connection.rank == self.parent:
+            self.on_end()
         return False
 
     def _end(self, lost: int, *, silent: bool) -> NoReturn:

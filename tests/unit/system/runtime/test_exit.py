@@ -193,6 +193,66 @@ def test_an_interrupt_is_130_without_a_traceback() -> None:
     assert (process.returncode, output) == (130, "hvdtrain: interrupted\n")
 
 
+def uncaught(body: str, rank: int, before: str = "") -> Outcome:
+    """Run a script of a user, as one of two ranks, that ends by an exception."""
+    program = f"{HEAD}{SLEEP}{before}\nend_by_exceptions()\nend_by_exceptions()\n{body}\n"
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(program)
+        script.flush()
+        launch = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
+        end = run([sys.executable, script.name], **launch)
+        line = f" ({Path(script.name).name} line {program.count(chr(10))})\n"
+    return Outcome(end.code, end.out, end.err.replace(line, " (SCRIPT)\n"))
+
+
+@pytest.mark.parametrize(
+    ("body", "rank", "code", "message"),
+    [
+        ("1 // 0", 0, 1, "failed: ZeroDivisionError('integer division or modulo by zero')"),
+        ("1 // 0", 1, 1, "failed: ZeroDivisionError('integer division or modulo by zero')"),
+        ("raise UsageError('why')", 0, 2, "error: why"),  # perhaps of this rank only
+        ("raise UsageError('why')", 1, 2, "error: why"),
+        ("raise KeyboardInterrupt", 1, 130, "interrupted"),
+    ],
+)
+def test_an_uncaught_exception_in_a_script(body: str, rank: int, code: int, message: str) -> None:
+    end = uncaught(body, rank)
+    assert end.code == code
+    assert end.err.startswith("Traceback (most recent call last):")
+    assert end.err.endswith(f"hvdtrain: rank {rank} {HERE}: {message} (SCRIPT)\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_uncaught_exception_after_another_rank_has_reported_its_own(rank: int) -> None:
+    end = uncaught("process_status.reported = True\nraise RuntimeError('closed by peer')", rank)
+    assert (end.code, end.err) == (1, "")
+
+
+LATER = """
+import io
+former = sys.excepthook
+def hook(*error):
+    sys.stderr, shown = io.StringIO(), sys.stderr
+    former(*error)
+    print("unreachable", file=shown)
+sys.excepthook = hook
+1 // 0"""
+
+
+@pytest.mark.parametrize(
+    ("before", "body", "shown"),
+    [
+        ("\nsys.excepthook = lambda *error: print('mine', file=sys.stderr)", "1 // 0", "mine"),
+        ("", LATER, "Traceback (most recent call last):"),  # as torch.distributed does
+    ],
+)
+def test_other_hooks_for_exceptions(before: str, body: str, shown: str) -> None:
+    end = uncaught(body, 0, before)
+    assert (end.code, end.err.splitlines()[0]) == (1, shown)
+    assert end.err.endswith("by zero') (SCRIPT)\n")
+    assert "unreachable" not in end.err
+
+
 def test_agreement_is_a_mark_on_the_error() -> None:
     error = UsageError("why")
     assert not error.agreed

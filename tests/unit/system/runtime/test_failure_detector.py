@@ -142,3 +142,31 @@ time.sleep(60)
 """)
     assert (code, out) == (1, "")
     assert "rank 2 on h2 exited unexpectedly" in err
+
+
+def test_all_ranks_end_with_the_code_of_the_first_that_fails() -> None:
+    """As after Ctrl-C, whichever rank is the first."""
+    code, out, err = run("""
+detector.PATIENCE = 0.0
+for rank in ranks:
+    rank.connect(endpoints)
+connected(1, 2)
+ranks[2].send_last(130)
+time.sleep(60)
+""")
+    assert (code, out, err) == (130, "", "")
+
+
+def test_the_end_of_rank_0_is_the_end_for_all() -> None:
+    code, out, err = run("""
+ended = []
+for number, rank in enumerate(ranks):
+    rank.on_end = lambda number=number: ended.append(number)
+    rank.connect(endpoints)
+connected(1, 2)
+ranks[1].send_last(0)
+assert ended == [1]
+ranks[0].send_last(0)
+until(lambda: sorted(ended) == [0, 1, 1, 2])
+""")
+    assert (code, out, err) == (0, "continues [1, 2]\n", "")
