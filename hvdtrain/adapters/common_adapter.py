@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import weakref
@@ -252,8 +253,10 @@ class CommonAdapter(StateAdapter):
             )
             self.waits = Waits(rank, [name for name, _ in hosts], self._detector.report)
             self._detector.on_report = self.waits.take
+            self._detector.on_end = self.waits.all_ended.set
             if self.world.size > 1:
                 self.waits.watch()
+                atexit.register(self.waits.finish)
         return self.world
 
     def cpu_threads(self) -> int:
@@ -280,14 +283,14 @@ class CommonAdapter(StateAdapter):
         self.meter = GpuMeter(identity) if visible else None
         preflight.check_devices(self.communicator, Device(name, identity, visible), self.ranks)
 
-    @together
     @override
     def shard_data(
         self, samples: int, *, global_batch: int, seed: int = 0, digest: str | bytes = ""
     ) -> Shards:
         if digest:
             local = digest if isinstance(digest, bytes) else digest.encode()
-            digests = self.communicator.gather(local)
+            with self.waits.during("shard_data"):
+                digests = self.communicator.gather(local)
             if others := [rank for rank, value in enumerate(digests) if value != digests[0]]:
                 raise agreed(
                     UsageError(

@@ -155,7 +155,6 @@ class StateAdapter(Adapter):
                 atexit.register(self._warn_unfinished)
         return save.wait() if wait else save
 
-    @together
     def reserve_copies(self, model: Any, optimizer: Any) -> None:
         """Allocate the memory for saving in the background; all ranks must call it.
 
@@ -175,7 +174,8 @@ class StateAdapter(Adapter):
         if self._copies is None and not self._is_short:
             copies = view.host_copies()
             needed = view.nbytes(optimizer, copies) * self.world.local_size
-            rows = self.communicator.gather_json([self.world.host, needed, available_memory()])
+            with self.waits.during("reserve_copies"):
+                rows = self.communicator.gather_json([self.world.host, needed, available_memory()])
             short = [row for row in rows if row[1] > row[2]]
             if not short:
                 self._copies = copies
@@ -292,15 +292,15 @@ class StateAdapter(Adapter):
         """Replace the running statistics of ``model`` by the mean of all ranks within the block."""
         view = self.view(model)
         local = view.local_buffers()
-        several = self.world.size > 1
-        if several:
+        averages = self.world.size > 1 and bool(local)
+        if averages:
             with self.waits.during("averaged_buffers"):
-                mean = mean_buffers(self.communicator, local, self._seen) if local else {}
+                mean = mean_buffers(self.communicator, local, self._seen)
             view.set_local_buffers(mean)
         try:
             yield
         finally:
-            if several:
+            if averages:
                 view.set_local_buffers(local)
 
 

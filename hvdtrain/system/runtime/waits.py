@@ -1,16 +1,18 @@
 """Detection of mismatched collective calls: calls that all ranks make together are counted.
 
 If only some ranks make such a call (``if rank == 0: save_checkpoint(...)``), they hang without a
-message from MPI. So every rank counts these calls. A rank that has waited in one for ``REPORT``
-seconds sends its number and name to rank 0, on the connections of ``failure_detector``. Call number
-n must be the same call on all ranks: ranks that wait in different calls of the same number are
-ended at once. A rank that has not made the call may still do so; after ``PATIENCE`` seconds it is
-reported once.
+message from MPI. So every rank counts the calls that communicate, and the sums of gradients among
+them; its last one is the end of its program. A rank that has waited in one for ``REPORT`` seconds
+reports it to rank 0, on the connections of ``failure_detector``, and withdraws the report when the
+call ends. Call number n must be the same call on all ranks: ranks that wait in different calls
+(``_differ``) are ended at once. A rank that has not made the call may still do so; after
+``PATIENCE`` seconds it is reported once.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import threading
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from hvdtrain.errors import EXIT_FAILURE
+from hvdtrain.errors import EXIT_FAILURE, HvdtrainError
 from hvdtrain.system.runtime.exit import fail
 
 log = logging.getLogger(__name__)
@@ -31,8 +33,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 REPORT = 1.0
 PATIENCE = 30.0
 LOOK = 0.5  # seconds between checks
+AGAIN = 1.0  # seconds between reports of the end: the first ones may precede the connection
 
 SUM = "the sum of the gradients"  # the call of a backward pass or an update
+END = "the end of the program"
 ALL = (
     "all ranks must make the same calls in the same order, and none of them under a condition on "
     "the rank such as `if rank == 0`"
@@ -43,6 +47,7 @@ class Wait(NamedTuple):
     """A call in which a rank waits."""
 
     number: int
+    sums: int  # how many of the calls up to this one are sums
     call: str
     since: float  # seconds of this process's monotonic clock
 
@@ -81,12 +86,14 @@ class Waits:
         self.before: Callable[[], None] = lambda: None  # called before the next call
         # Context of a call by its name, e.g. to see it in a profile.
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext
-        self.number = 0  # number of calls begun
+        self.number = self._sums = 0  # numbers of calls and of sums begun
         self._call: Wait | None = None
         self.traced: list[Callable[[], TracedCalls]] = []  # counters of the compiled sums
         self._traced_call: Wait | None = None
         self._reported = self._warned = 0  # numbers of calls
         self._waiting: dict[int, Wait] = {}  # reports of the other ranks, by rank
+        self._lock = threading.Lock()  # a call must not end while it is being reported
+        self.all_ended = threading.Event()  # all ranks are at the end of their programs
 
     def watch(self) -> None:
         """Start checking, in a thread."""
@@ -101,23 +108,51 @@ class Waits:
         if call != SUM:
             self.before()
         self.number += 1
-        self._call = Wait(self.number, call, time.monotonic())
+        self._sums += call == SUM
+        since = 0.0 if call == END else time.monotonic()
+        self._call = wait = Wait(self.number, self._sums, call, since)
         try:
             with self.mark(call):
                 yield
+        except Exception as error:
+            if not isinstance(error, HvdtrainError):  # as another rank has ended?
+                self._call = wait._replace(since=0.0)
+                self.check()
+            raise
         finally:
-            self._call = None
+            if call != END:
+                with self._lock:
+                    self._call = None
+                if self._reported:
+                    self._report(None)
+
+    def finish(self) -> None:
+        """Wait at the end of the program for the other ranks, at most ``PATIENCE`` seconds.
+
+        Rank 0 names one that still waits in a call; a library that is shut down would not.
+        """
+        deadline = time.monotonic() + PATIENCE
+        with self.during(END):
+            while not self.all_ended.is_set() and time.monotonic() < deadline:
+                self._reported = 0
+                self.check()
+                self.all_ended.wait(AGAIN)
 
     def take(self, report: bytes) -> None:
         """Record, on rank 0, the report of another rank; an invalid one is ignored."""
         try:
-            rank, number, call = msgspec.json.decode(report, type=tuple[int, int, str])
+            rank, number, sums, call = msgspec.json.decode(report, type=tuple[int, int, int, str])
         except (ValueError, RecursionError) as error:
             log.debug("invalid report of a rank: %s", error)
             return
         if rank not in range(len(self.hosts)):
             return
-        self._waiting[rank] = Wait(number, call, time.monotonic() - REPORT)
+        self._waiting[rank] = Wait(number, sums, call, time.monotonic() - REPORT)
+        if not number:  # withdrawn
+            del self._waiting[rank]
+        calls = [wait.call for wait in self._waiting.values()]
+        if calls.count(END) == len(self.hosts) - 1:
+            self.all_ended.set()
 
     def _watch(self) -> None:
         while True:
@@ -126,57 +161,52 @@ class Waits:
 
     def check(self) -> None:
         """Report a long wait to rank 0; on rank 0 warn about late ranks, or end the job."""
-        counts = number, call, traced = self._counts()
-        current = self._current(number, call, traced)
-        if counts != self._counts():  # a call has begun or ended meanwhile
+        mine = self._current()
+        if mine != self._current():  # a call has begun or ended meanwhile
             return
-        mine = current
         if mine and time.monotonic() - mine.since < REPORT:
             mine = None
         if self.rank:
-            if mine and self._reported != mine.number:
-                self._reported = mine.number
-                self.report(json.dumps([self.rank, mine.number, mine.call]).encode())
+            self._report(mine)
             return
-        # A call that rank 0 has completed is complete on all ranks.
-        over = number + traced.begun - (current is not None)
-        waiting = {rank: wait for rank, wait in self._waiting.items() if wait.number > over}
-        if mine:
-            waiting[0] = mine
-        for number in sorted({wait.number for wait in waiting.values()}):
-            calls = {rank: w.call for rank, w in sorted(waiting.items()) if w.number == number}
-            if len(set(calls.values())) > 1:
-                pairs = ", ".join(f"{self._name([rank])} in {calls[rank]}" for rank in calls)
-                fail(
-                    f"deadlock, the ranks wait in different calls: {pairs}. Correct the program: "
-                    f"{ALL}",
-                    code=EXIT_FAILURE,
-                    agreed=True,
-                )
+        waiting = {**self._waiting, **({0: mine} if mine else {})}
+        distinct = {wait._replace(since=0.0) for wait in waiting.values()}
+        if any(itertools.starmap(_differ, itertools.combinations(sorted(distinct), 2))):
+            fail(
+                f"deadlock, the ranks wait in different calls: {self._calls(waiting)}. Correct the "
+                f"program: {ALL}",
+                code=EXIT_FAILURE,
+                agreed=True,
+            )
+        for number in sorted({wait.number for wait in distinct if wait.call != END}):
             if self._warned < number:
                 self._warn_if_late(number, waiting)
 
-    def _counts(self) -> tuple[int, Wait | None, TracedCalls]:
-        """Return the number of counted calls begun, the current one, and the traced calls."""
-        traced = [read() for read in self.traced]
-        begun, done = sum(calls.begun for calls in traced), sum(calls.done for calls in traced)
-        return self.number, self._call, TracedCalls(begun, done)
+    def _report(self, wait: Wait | None) -> None:
+        """Report ``wait`` to rank 0 once, unless it has ended; None: withdraw the last report."""
+        number, *rest = wait[:3] if wait else (0, 0, "")
+        with self._lock:
+            if number != self._reported and (wait is None or wait == self._current()):
+                self._reported = number
+                self.report(json.dumps([self.rank, number, *rest]).encode())
 
-    def _current(self, number: int, call: Wait | None, traced: TracedCalls) -> Wait | None:
+    def _current(self) -> Wait | None:
         """Return the current call of this rank, numbered among counted and traced calls."""
-        begun, done = traced
+        traced, call = [read() for read in self.traced], self._call
+        begun, done = sum(calls.begun for calls in traced), sum(calls.done for calls in traced)
         if call:
-            return call._replace(number=call.number + begun)
+            return call._replace(number=call.number + begun, sums=call.sums + begun)
         if begun == done:
             return None
-        if self._traced_call is None or self._traced_call.number != number + begun:
-            self._traced_call = Wait(number + begun, SUM, time.monotonic())
+        if self._traced_call is None or self._traced_call.number != self.number + begun:
+            self._traced_call = Wait(self.number + begun, self._sums + begun, SUM, time.monotonic())
         return self._traced_call
 
     def _warn_if_late(self, number: int, waiting: dict[int, Wait]) -> None:
         """Warn once about ranks for which others have waited ``PATIENCE`` seconds in a call."""
         here = [rank for rank in sorted(waiting) if waiting[rank].number == number]
-        late = [rank for rank in range(len(self.hosts)) if rank not in waiting]
+        reached = {rank for rank, wait in waiting.items() if wait.number >= number}
+        late = [rank for rank in range(len(self.hosts)) if rank not in reached]
         if late and time.monotonic() - min(waiting[rank].since for rank in here) >= PATIENCE:
             self._warned = number
             log.warning(
@@ -189,7 +219,26 @@ class Waits:
                 ALL,
             )
 
+    def _calls(self, waiting: dict[int, Wait]) -> str:
+        """Return the calls in which ranks wait as text."""
+        ranks: dict[str, list[int]] = {}
+        for rank, wait in sorted(waiting.items()):
+            ranks.setdefault(wait.call, []).append(rank)
+        named = ((self._name(ranks[call]), call) for call in ranks)
+        return ", ".join(f"{name} {'at' if call == END else 'in'} {call}" for name, call in named)
+
     def _name(self, ranks: Sequence[int]) -> str:
         named = [f"{rank} on {self.hosts[rank]}" for rank in ranks[:4]]
         more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(named)}{more}"
+
+
+def _differ(first: Wait, later: Wait) -> bool:
+    """Return whether two ranks have made different calls, so that neither wait can end.
+
+    ``later`` has no smaller number. If it is larger, its rank has completed the other one's call,
+    which may take longer on some ranks: unless that is a sum that it has not made, or the end.
+    """
+    if first.number == later.number or first.call == END:
+        return first.call != later.call
+    return first.call == SUM != later.call and later.sums < first.sums

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
 
 from hvdtrain.system.runtime import waits
-from hvdtrain.system.runtime.waits import TracedCalls, Waits
+from hvdtrain.system.runtime.waits import END, SUM, TracedCalls, Waits
 
 HOSTS = ["a", "a", "b"]
 
@@ -125,3 +126,91 @@ def test_a_counted_call_is_numbered_after_earlier_traced_calls(ranks: list[Waits
         ranks[1].check()
         with pytest.raises(EndedError, match="rank 0 on a in save_checkpoint, rank 1 on a in"):
             ranks[0].check()
+
+
+def test_a_report_is_withdrawn_when_the_wait_ends(ranks: list[Waits]) -> None:
+    """Also if the numbers of the ranks differ: this one may be slow now, and call it next."""
+    with ranks[1].during("shard_data"):
+        pass
+    with ranks[1].during(SUM):
+        ranks[1].check()
+    with ranks[0].during(SUM):
+        pass
+    with ranks[0].during("average_metrics"):
+        ranks[0].check()
+    counted = [TracedCalls(3, 2), TracedCalls(3, 3), TracedCalls(3, 3)]
+    ranks[1].traced.append(lambda: counted.pop(0) if len(counted) > 1 else counted[0])
+    ranks[1].check()  # one is begun or ended meanwhile
+    ranks[1].check()
+    with ranks[0].during("average_metrics"):
+        ranks[0].check()
+
+
+# The calls of two ranks: those that are done, and that in which they wait.
+HISTORIES = {
+    "the same call, later": ([SUM], SUM, [SUM, SUM], SUM, False),
+    "it may take longer there": (["load"], SUM, [], "load", False),
+    "a later sum may follow": ([SUM, "load"], SUM, [SUM], "load", False),
+    "a sum that is never made": (["extra"], "average", [], SUM, True),
+    "two more sums": (["extra", SUM, "extra"], "average", [SUM, SUM], SUM, True),
+    "the sum is made": (["extra", SUM], "average", [], SUM, False),
+    "another call": ([SUM], "average", [SUM], "save", True),
+    "the end, too early": ([SUM], END, [SUM], "save", True),
+    "the end, much too early": ([SUM], END, [SUM, SUM, "save"], SUM, True),
+    "the end, after that call": ([SUM, "load"], END, [SUM], "load", False),
+    "the end, without that sum": (["extra", "extra"], END, [], SUM, True),
+    "both ends": ([SUM], END, [], END, False),
+}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(("before", "call", "others", "other", "ends"), HISTORIES.values())
+def test_which_waits_can_never_end(
+    before: list[str],
+    call: str,
+    others: list[str],
+    other: str,
+    ends: bool,
+    swapped: bool,
+    ranks: list[Waits],
+) -> None:
+    first, second = (ranks[2], ranks[0]) if swapped else (ranks[0], ranks[2])
+    for rank, calls in ((first, before), (second, others)):
+        for name in calls:
+            with rank.during(name):
+                pass
+    with first.during(call), second.during(other):
+        ranks[2].check()
+        if ends:
+            with pytest.raises(EndedError):
+                ranks[0].check()
+        else:
+            ranks[0].check()
+
+
+def test_a_call_that_fails_as_another_rank_has_ended(
+    ranks: list[Waits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "PATIENCE", 0.0)
+    ranks[1]._call = waits.Wait(1, 0, END, 0.0)
+    ranks[1].check()
+    monkeypatch.setattr(waits, "REPORT", 60.0)
+    message = "rank 0 on a in save_checkpoint, rank 1 on a at the end of the program"
+    with pytest.raises(EndedError, match=message), ranks[0].during("save_checkpoint"):
+        raise RuntimeError("Horovod has been shut down")
+
+
+def test_the_end_is_waited_for(
+    ranks: list[Waits], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in ranks[1:]:
+        rank.all_ended.set()  # as soon as rank 0 has ended
+        monkeypatch.setattr(rank, "all_ended", threading.Event())
+        monkeypatch.setattr(waits, "AGAIN", 0.0)
+        monkeypatch.setattr(waits, "PATIENCE", 0.1)
+        rank.finish()  # at most PATIENCE seconds, as rank 0 may be busy for an hour
+        rank.check()  # no end is withdrawn
+        ranks[0].check()
+    monkeypatch.setattr(waits, "PATIENCE", 60.0)
+    ranks[0].finish()
+    assert not caplog.records
