@@ -28,6 +28,7 @@ from hvdtrain.adapters.tensorflow.buckets import (
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
+from hvdtrain.system.runtime.waits import TracedCalls
 
 # In the order of their optimizers, the same on all ranks. Weak, so as not to keep a deleted
 # optimizer and its variables.
@@ -71,6 +72,11 @@ class StepSum(GradientReduction):
             self.samples = tf.Variable(0, dtype=tf.int64, trainable=False, name="samples")
             self.last = tf.Variable(0, dtype=tf.int64, trainable=False, name="last_samples")
             self.nothing = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="nothing")
+            begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="steps_begun")
+            done = tf.Variable(0, dtype=tf.int64, trainable=False, name="steps_summed")
+        self.begun, self.done = begun, done
+        # Keeps only the counters alive, not the optimizer.
+        self.traced_calls = lambda: TracedCalls(int(begun), int(done))
         self.weight: Any = None  # of this rank in the current step; None: not in a step of ``fit``
 
     @property
@@ -156,8 +162,14 @@ def counted(reductions: Sequence[StepSum], count: Any) -> Iterator[Any]:
         # It depends on the previous updates, so that no two overlap, and on variables, so that
         # TensorFlow does not treat it as a constant.
         mine = tf.add_n([tf.cast(count, tf.float64), *(each.nothing for each in reductions)])
-        name = f"{reductions[0].name}.samples"
-        total = reductions[0].adapter.sum_tensor(mine[None], name)[0]
+        first = reductions[0]
+        if first.traced_calls not in (traced := first.adapter.waits.traced):
+            traced.append(first.traced_calls)
+        with tf.control_dependencies([mine]):
+            first.begun.assign_add(1)
+        total = first.adapter.sum_tensor(mine[None], f"{first.name}.samples")[0]
+        with tf.control_dependencies([total]):
+            first.done.assign_add(1)
         share = tf.math.divide_no_nan(mine, total)
     _in_step = True
     try:
