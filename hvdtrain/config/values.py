@@ -97,7 +97,7 @@ def span(value: str) -> tuple[int, int | None]:
     except ValueError:
         colon, span = "", (0, 0)
     if not colon or (span[1] is not None and span[1] <= span[0]):
-        raise ValueError(f"{value} is not A:B, such as 10:20 (in a YAML file: in quotes)")
+        raise ValueError(f"{value} is not A:B, such as 10:20")
     return span
 
 
@@ -111,16 +111,18 @@ def tracker(value: str) -> str:
         raise ValueError("a URI with a password belongs in the variable MLFLOW_TRACKING_URI")
     if name not in TRACKERS or bool(equals) != bool(where):
         raise ValueError(f"{value!r} is not NAME or NAME=WHERE, with {', '.join(TRACKERS)} as NAME")
-    return value
+    return name + equals + os.path.expanduser(where)  # noqa: PTH111 (it may be a URI)
 
 
 def path(value: str | Path) -> Path:
-    """Read a path; an empty one, e.g. of an unset variable, would be the current directory.
+    """Read a path, ``~`` for the home directory included: shells leave ``--option=~/x`` as it is.
 
-    One that cannot be looked up is refused here: ``Path.is_file`` and others would raise an error.
+    An empty one, e.g. of an unset variable, would be the current directory. One that cannot be
+    looked up is refused here: ``Path.is_file`` and others would raise an error.
     """
     if value == "":
         raise ValueError("the path is empty")
+    value = os.path.expanduser(value)  # noqa: PTH111 (which raises if there is no such user)
     try:
         Path(value).stat()
     except (FileNotFoundError, NotADirectoryError):  # e.g. an output

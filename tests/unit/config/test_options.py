@@ -276,6 +276,33 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     )
 
 
+def test_a_tilde_is_the_home_directory_and_numbers_are_as_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = "checkpoint-dir: ~/ck\nstage: ~/s\ntracker: [tensorboard=~/runs]\nbatch-size: 010\n"
+    text += "data: ~nobody-here/d\ntimeline: a~b\ntimeline-steps: 1:30\n"
+    words = [
+        f"--{line.replace(': ', '=')}"
+        for line in text.replace("[", "").replace("]", "").split("\n")
+    ]
+    assert (
+        read(*words[:-1])
+        == read(config(tmp_path, text))
+        == Every(
+            checkpoint_dir=tmp_path / "ck",
+            stage=tmp_path / "s",
+            tracker=(f"tensorboard={tmp_path}/runs",),
+            batch_size=10,
+            data=Path("~nobody-here/d"),
+            timeline=Path("a~b"),
+            timeline_steps=(1, 30),
+        )
+    )
+    assert read("--config=~/run.yaml") == read("--config", str(tmp_path / "run.yaml"))
+    assert read("--tracker=mlflow=http://a/~b").tracker == ("mlflow=http://a/~b",)
+
+
 def test_the_command_line_takes_precedence_over_the_file(tmp_path: Path) -> None:
     file = config(tmp_path, "epochs: 3\nseed: 5\n")
     for line in ([file, "--epochs", "7"], ["--epochs=3", "--epochs=7", file]):
@@ -313,6 +340,7 @@ def test_a_default_value_on_the_command_line_takes_precedence_too(tmp_path: Path
             "line 3: batchsize: no such option; did you mean batch-",
         ),
         ("batchsize: false\n", "line 1: batchsize: no such option"),
+        ("batch-size: 1:30\n", "line 1: batch-size: '1:30' is not a number"),
         ("quiet: yes\n", "line 1: quiet: 'yes' is not true or false"),
         ("epochs: true\n", "line 1: epochs: must be text or a number"),
         ("config: other.yaml\n", "line 1: config: "),
