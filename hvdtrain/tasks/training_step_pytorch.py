@@ -36,6 +36,7 @@ from hvdtrain.tasks.task import LossScale, NotFinite, Task
 
 Losses = Callable[[torch.Tensor, Any], torch.Tensor]
 
+WIDE_INTEGERS = (torch.int32, torch.int64)
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 KERNEL_ORDER = "reorder_for_peak_memory"  # an option of torch.compile
 
@@ -93,12 +94,13 @@ class TorchTask(Task):
     """Any network, trained on the mean of a loss; by default a classifier.
 
     Args:
-        model: network for float samples, e.g. images of shape (n, channels, height, width).
+        model: network, e.g. for images of shape (n, channels, height, width).
         options: options of the trainer, with every default filled in.
         train: samples to train on.
         test: samples to evaluate on.
         scale: factor and offset from stored pixels to the network's input; numbers, or tensors of
-            shape (channels, 1, 1).
+            shape (channels, 1, 1). None: ``WIDE_INTEGERS``, such as token ids, stay as they are,
+            and other samples become floats.
         losses: function of the network's output and ``y`` that returns the loss of each sample,
             shape (n,).
         metrics: metrics of an evaluation; the first determines the best checkpoint. Default:
@@ -114,7 +116,7 @@ class TorchTask(Task):
         options: Options,
         train: Dataset,
         test: Dataset | None,
-        scale: tuple[Any, Any] = (1.0, 0.0),
+        scale: tuple[Any, Any] | None = None,
         *,
         losses: Losses = cross_entropy,
         metrics: Sequence[Metric] | None = None,
@@ -144,8 +146,9 @@ class TorchTask(Task):
         self._average = MovingAverage(self.optimizer, options.ema) if options.ema else None
         self.train = augmented(train, options, classifies=losses is cross_entropy)
         self.test = test
+        self._keeps_integers = scale is None
         self.scale = tuple(
-            torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale
+            torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale or (1, 0)
         )
         self.low_precision = LOW_PRECISION.get(options.precision)
         scaled = options.precision == "fp16" and on_gpu
@@ -154,7 +157,10 @@ class TorchTask(Task):
         self._guard: Guard | None = None
 
     def _input(self, pixels: torch.Tensor) -> torch.Tensor:
-        return network_input(self._copy(pixels), self.dtype, self.scale, self._layout)
+        pixels = self._copy(pixels)
+        if self._keeps_integers and pixels.dtype in WIDE_INTEGERS:
+            return pixels
+        return network_input(pixels, self.dtype, self.scale, self._layout)
 
     @override
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from hvdtrain.tasks.task import LossScale, NotFinite, Task
 
 Losses = Callable[[Any, Any], Any]
 
+WIDE_INTEGERS = (tf.int32, tf.int64)
 LOW_PRECISION = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
 
@@ -80,13 +81,14 @@ class TFTask(Task):
     arguments.
 
     Args:
-        model: built Keras model for float samples, e.g. images of shape (n, height, width,
-            channels); its weights are of ``weight_dtype(options)``.
+        model: built Keras model, e.g. for images of shape (n, height, width, channels); its weights
+            are of ``weight_dtype(options)``.
         options: options of the trainer, with every default filled in.
         train: samples to train on.
         test: samples to evaluate on.
         scale: factor and offset from stored pixels to the network's input; numbers, or one per
-            channel.
+            channel. None: ``WIDE_INTEGERS``, such as token ids, stay as they are, and other samples
+            become floats.
         losses: function of the model's output and ``y`` that returns the loss of each sample,
             shape (n,); traced.
         metrics: metrics of an evaluation; the first determines the best checkpoint. Default:
@@ -100,7 +102,7 @@ class TFTask(Task):
         options: Options,
         train: Dataset,
         test: Dataset | None,
-        scale: tuple[Any, Any] = (1.0, 0.0),
+        scale: tuple[Any, Any] | None = None,
         *,
         losses: Losses = cross_entropy,
         metrics: Sequence[Metric] | None = None,
@@ -120,7 +122,8 @@ class TFTask(Task):
         self.optimizer.build(model.trainable_variables)
         self.train = augmented(train, options, classifies=losses is cross_entropy)
         self.test = test
-        self.scale = tuple(tf.constant(value, self.dtype) for value in scale)
+        self._keeps_integers = scale is None
+        self.scale = tuple(tf.constant(value, self.dtype) for value in scale or (1, 0))
         layers = model._flatten_layers(include_self=False)
         self._seeds = [
             layer.seed_generator.state for layer in layers if hasattr(layer, "seed_generator")
@@ -130,6 +133,8 @@ class TFTask(Task):
         self._evaluate: Any = None
 
     def _input(self, pixels: Any) -> Any:
+        if self._keeps_integers and pixels.dtype in WIDE_INTEGERS:
+            return pixels
         return tf.cast(pixels, self.dtype) * self.scale[0] + self.scale[1]
 
     @override

@@ -249,6 +249,58 @@ def test_accuracy_is_measured_by_default_with_the_default_loss_only(framework: s
     assert metrics_of(losses=other, metrics=[Accuracy()]) == ["Accuracy"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "scale", "reaches"),
+    [
+        *((kind, None, kind) for kind in ("int32", "int64")),
+        *((kind, None, "float32") for kind in ("uint8", "int16", "float64")),
+        ("int64", (1.0, 0.0), "float32"),
+    ],
+)
+@pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
+def test_token_ids_reach_a_network_as_integers(
+    framework: str, kind: str, scale: tuple[float, float] | None, reaches: str
+) -> None:
+    """Floats are no indices, and in bf16 others above 256; pixels and features become floats."""
+    module, _ = linear(framework)
+    options = replace(Options(), device="cpu", weight_decay=0.0)
+    data = np.array([[1, 299], [2, 257]]) % (200 if kind == "uint8" else 300)
+    seen: list[Any] = []
+    if framework == "pytorch":
+        import torch
+
+        class Tokens(torch.nn.Embedding):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                seen.append(x.numpy())
+                return super().forward(x.long()).sum(1)
+
+        made, device = (module.TorchTask, Tokens(300, 2)), "cpu"
+    else:
+        import keras
+        import tensorflow as tf
+
+        class Model(keras.Model):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding = keras.layers.Embedding(300, 2)
+
+            def call(self, x: Any) -> Any:
+                tf.py_function(lambda value: seen.append(value.numpy()), [x], [])
+                return tf.reduce_sum(self.embedding(x), 1)
+
+        model = Model()
+        model(np.ones((1, 2), np.int32))
+        seen.clear()
+        made, device = (module.TFTask, model), "/CPU:0"
+    data_set = module.InMemory(data.astype(kind), np.array([0, 1]), device)
+    task = made[0](made[1], options, data_set, None, **({"scale": scale} if scale else {}))
+    batch = data_set.fetch(np.arange(2))
+    task.update(batch, learning_rate=1.0, seed=0)
+    task.evaluate(batch, [])
+    assert {array.dtype.name for array in seen} == {reaches}
+    assert all(np.array_equal(array, data) for array in seen) and len(seen) == 2
+
+
 @pytest.mark.parametrize("label", [7, -1])
 @pytest.mark.parametrize("framework", ["pytorch", "tensorflow"])
 def test_a_label_that_is_no_class_is_named(framework: str, label: int) -> None:
