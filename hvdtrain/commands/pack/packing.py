@@ -86,6 +86,7 @@ class Packing:
         self._work = out / WORK
         self._stop = threading.Event()
         self._done = 0  # bytes of files that are packed
+        self.notes: tuple[str, ...] = ()  # lines for the user, of ``run``
 
     def run(self) -> tuple[Pack, bool]:
         """Write the missing shards; one process at a time, others wait.
@@ -101,6 +102,7 @@ class Packing:
         with ThreadPoolExecutor(self.options.threads) as pool, Display() as display:
             display.stage(f"listing the files of {self.folder}")
             source = find(self.folder, pool)
+            self.notes = source.notes
             if self.options.resize and not source.classes:
                 raise UsageError(
                     f"--resize needs an image folder: {self.folder} is {source.kind}, whose boxes "

@@ -97,6 +97,7 @@ class Source:
     kind: str  # ``IMAGES``, ``COCO`` or ``MNIST``
     groups: list[Group]  # its files
     classes: list[str]  # names of the classes; empty if there are none
+    notes: tuple[str, ...] = ()  # lines for the user on images that are left out
 
     def digest(self, *options: object) -> str:
         """Return a digest of names, sizes, labels and options."""
@@ -125,7 +126,7 @@ def find(folder: Path, pool: Executor) -> Source:
             for name, split in splits.items()
             if split is not None and isinstance(split.files, FolderFiles)
         ]
-        return Source(IMAGES, groups, train.classes)
+        return Source(IMAGES, groups, train.classes, tuple(image_folder.notes(folder, train, val)))
     candidates = sorted((folder / "annotations").glob("instances_*.json"))
     named = {path.stem.removeprefix("instances_"): path for path in candidates}
     annotations = {split: path for split, path in named.items() if (folder / split).is_dir()}

@@ -64,6 +64,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     shards = f"{plural(len(contents.shards), 'shard')}, {size(facts['bytes'])}"
     state = "was already packed" if already else "packed"
     lines = [message(f"{folders[0]} {state} into {out}: {samples}{shards}")]
+    lines += map(message, packing.notes)
     lines.append(f"check it: hvdtrain pack --check {shlex.quote(str(out))}")
     trainers = {IMAGES: "resnet", MNIST: "mnist", COCO: "ssd300"}
     if contents.kind != COCO or SPLITS[0] in contents.splits:  # not e.g. of 2014

@@ -21,6 +21,8 @@ from hvdtrain.system.files import check_input, read_regular
 from hvdtrain.workloads.data.packed import Pack, is_packed, key, suffix
 
 ENDINGS = (".jpg", ".jpeg", ".png")
+# Not all of our decoders read these.
+OTHER_ENDINGS = (".avif", ".bmp", ".gif", ".heic", ".jfif", ".ppm", ".tif", ".tiff", ".webp")
 MOST_ANNOTATIONS = 2**32  # bytes; those of COCO have 448 MB
 
 
@@ -213,12 +215,14 @@ def read_file(directory: Path, name: str) -> bytes:
 
 
 def images_below(
-    folder: str | Path, above: frozenset[tuple[int, int]] = frozenset()
+    folder: str | Path,
+    endings: Sequence[str] = ENDINGS,
+    above: frozenset[tuple[int, int]] = frozenset(),
 ) -> Iterator[tuple[Path, bool]]:
-    """Yield paths with an image suffix below ``folder``, and whether each is a file.
+    """Yield paths with one of the ``endings`` below ``folder``, and whether each is a file.
 
     Links to directories are followed, except to one of ``above``, the devices and inodes of the
-    directories that contain ``folder``.
+    directories that contain ``folder``. Hidden ones (Jupyter's, macOS's ``._a.jpg``) are not read.
 
     Raises:
         UsageError: a directory cannot be read, or what a link leads to not be looked up.
@@ -230,12 +234,14 @@ def images_below(
     above |= {(status.st_dev, status.st_ino)}
     with os.scandir(folder) as entries:
         for entry in entries:
+            if entry.name.startswith("."):
+                continue
             path = Path(entry.path)
             try:
                 is_file, is_folder = entry.is_file(), entry.is_dir()
             except OSError as error:  # a link to itself, or below a directory of others
                 raise UsageError(f"{path}: {error.strerror}") from error
-            if path.suffix.lower() in ENDINGS:
+            if path.suffix.lower() in endings:
                 yield path, is_file
             if is_folder:
-                yield from images_below(path, above)
+                yield from images_below(path, endings, above)

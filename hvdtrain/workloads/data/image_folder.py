@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +21,11 @@ from hvdtrain.config.options import TASK_OPTIONS, Options
 from hvdtrain.config.values import positive
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.system.files import check_input
+from hvdtrain.system.output.text import plural, printable
 from hvdtrain.system.runtime.outlive import end_with_parent, worker_context
 from hvdtrain.workloads.data.files import (
     ENDINGS,
+    OTHER_ENDINGS,
     Files,
     FolderFiles,
     Names,
@@ -79,6 +81,7 @@ class ImageFolder:
     files: Files  # sorted by class and name
     labels: NDArray[np.int64]  # indices in ``classes``, shape (len(files),)
     classes: list[str]  # names, sorted
+    left_out: Sequence[Path] = ()  # images of other kinds
 
     @property
     def digest(self) -> str:
@@ -111,7 +114,25 @@ def load(directory: Path, *, skip_broken: bool = False) -> tuple[ImageFolder, Im
     # A class without validation images is no error, but labels must mean the same in both.
     label_of = {name: label for label, name in enumerate(train.classes)}
     relabelled = np.array([label_of[test.classes[label]] for label in test.labels], np.int64)
-    return train, ImageFolder(test.files, relabelled, train.classes)
+    return train, replace(test, labels=relabelled, classes=train.classes)
+
+
+def notes(directory: Path, train: ImageFolder, test: ImageFolder | None) -> list[str]:
+    """Return lines on images of other kinds, and on classes that are not evaluated."""
+    lines = []
+    if left_out := [*train.left_out, *(test.left_out if test else ())]:
+        kinds = f"not {', '.join(ENDINGS)}, e.g. {printable(left_out[0])}"
+        lines.append(f"skipped {plural(len(left_out), 'image')} of other kinds ({kinds})")
+    if test is None:
+        others = {f"{name}/" for name in _folders(directory)} - {"train/"}
+        there = f" (there is {printable(', '.join(sorted(others)[:3]))})" if others else ""
+        lines.append(f"no val/ in {directory}{there}: nothing is evaluated")
+    elif absent := sorted(set(range(len(train.classes))) - set(test.labels.tolist())):
+        lines.append(
+            f"val/ has no images of {len(absent)} of the {len(train.classes)} classes of train/, "
+            f"e.g. {printable(train.classes[absent[0]])}"
+        )
+    return lines
 
 
 def _load_packed(pack: Pack) -> tuple[ImageFolder, ImageFolder | None]:
@@ -131,6 +152,12 @@ def _load_packed(pack: Pack) -> tuple[ImageFolder, ImageFolder | None]:
     return train, test
 
 
+def _folders(folder: Path) -> list[str]:
+    """Return the names of the folders in it, sorted, without hidden ones, e.g. of Jupyter."""
+    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    return sorted(name for name in names if not name.startswith("."))
+
+
 def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
     """Return the images below ``split``, one folder per class.
 
@@ -139,14 +166,19 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
             nothing among them, unless ``without_broken`` will remove these.
     """
     check_input(split, str(split))
-    classes = sorted(entry.name for entry in split.iterdir() if entry.is_dir())
+    classes = _folders(split)
     if not classes:
         raise UsageError(f"{split} holds no class: put the images of each class in a folder of it")
     names: list[str] = []
     labels: list[int] = []
+    others: list[Path] = []
     start = len(os.fspath(split)) + 1
     for label, name in enumerate(classes):
-        images = sorted(images_below(split / name))
+        found = sorted(images_below(split / name, ENDINGS + OTHER_ENDINGS))
+        images = [entry for entry in found if entry[0].suffix.lower() in ENDINGS]
+        others += [
+            path for path, is_file in found if is_file and path.suffix.lower() not in ENDINGS
+        ]
         for path, is_file in images:
             if not (is_file or skip_broken):
                 raise broken_image(path, "it is no file")
@@ -157,7 +189,7 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
         names += [os.fspath(path)[start:] for path, _ in images]
         labels += [label] * len(images)
     files = FolderFiles(split, Names.of(names))
-    return ImageFolder(files, np.array(labels, np.int64), classes)
+    return ImageFolder(files, np.array(labels, np.int64), classes, others)
 
 
 Decode = Callable[[IO[bytes]], None]

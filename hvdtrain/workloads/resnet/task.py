@@ -94,6 +94,7 @@ def build(options: ImageOptions) -> Task:
     )
     task.decoder = decoder
     notes = ["images are decoded by DALI"] if decoder == DALI else []
+    notes += image_folder.notes(options.data, train, test)
     if left_out:
         notes.append(f"skipped {plural(len(left_out), 'broken image')}, e.g. {left_out[0]}")
     task.notes = tuple(notes)

@@ -95,7 +95,7 @@ def test_the_samples_are_those_of_the_folder(folder: Path, tmp_path: Path) -> No
 
 
 NAME = st.binary(min_size=1, max_size=30).filter(
-    lambda name: not set(name) & set(b"/\0") and name not in (b".", b"..")
+    lambda name: not set(name) & set(b"/\0") and not name.startswith(b".")  # hidden
 )
 TREES = st.dictionaries(
     st.tuples(NAME, st.lists(NAME, max_size=2).map(tuple), NAME),
@@ -479,6 +479,13 @@ def test_the_next_command_is_that_of_a_trainer_of_the_data(
         source = fill(tmp_path / split, {f"{split}/1.jpg": b"image", **annotations})
         assert cli.main(["pack", str(source), str(tmp_path / f"{split}-out")]) == 0
         assert ("python -m hvdtrain.ssd300 --data" in capsys.readouterr().out) is trains
+
+
+def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = fill(tmp_path / "in", {"train/a/1.jpg": b"image", "train/a/2.webp": b"image"})
+    assert cli.main(["pack", str(source), str(tmp_path / "out")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "skipped 1 image of other kinds" in shown and f"no val/ in {source}" in shown
 
 
 def test_mnist(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hvdtrain.workloads.data.image_folder import (
     ImageOptions,
     decoding_error,
     load,
+    notes,
     scan,
     without_broken,
 )
@@ -111,6 +112,57 @@ def test_endings_in_any_case_and_folders_below(tmp_path: Path) -> None:
     (tmp_path / "ant" / "itself").symlink_to("itself")
     with pytest.raises(UsageError, match="/ant/itself: Too many levels of symbolic links"):
         scan(tmp_path)
+
+
+def test_hidden_folders_and_files_are_not_read(tmp_path: Path) -> None:
+    """Of Jupyter, which would be a class and move the labels, and of macOS, beside an image."""
+    for split in ("train", "val"):
+        folder(tmp_path / split, ant=1, cat=1)
+        for name in (".ipynb_checkpoints/0.jpg", "ant/.ipynb_checkpoints/0-checkpoint.jpg"):
+            picture(tmp_path / split / name)
+        (tmp_path / split / "cat" / "._0.jpg").write_bytes(b"\0\5\x16\7")
+    train, val = load(tmp_path)
+    assert val is not None
+    for split in (train, val):
+        assert (list(split.files.names), split.labels.tolist()) == (
+            ["ant/0.jpg", "cat/0.jpg"],
+            [0, 1],
+        )
+        assert split.classes == ["ant", "cat"]
+    assert notes(tmp_path, train, val) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        ((), "no val/ in {}: nothing is evaluated"),
+        ((".git", "valid"), "no val/ in {} (there is valid/): nothing is evaluated"),
+        (("Val", "test"), "no val/ in {} (there is Val/, test/): nothing is evaluated"),
+        (("val/dog",), "val/ has no images of 2 of the 3 classes of train/, e.g. ant"),
+        (("val/ant", "val/cat", "val/dog"), None),
+    ],
+)
+def test_what_is_not_evaluated_is_said(
+    tmp_path: Path, made: tuple[str, ...], line: str | None
+) -> None:
+    folder(tmp_path / "train", ant=1, cat=1, dog=1)
+    for name in made:
+        folder(tmp_path, **{name: 1})
+    assert notes(tmp_path, *load(tmp_path)) == ([line.format(tmp_path)] if line else [])
+
+
+def test_images_of_other_kinds_are_counted(tmp_path: Path) -> None:
+    for split, others in (("train", ("a.webp", "b.BMP", "deep/c.tiff")), ("val", ("d.gif",))):
+        folder(tmp_path / split, ant=1)
+        for name in (*others, "notes.txt", "Thumbs.db", ".hidden.webp"):
+            path = tmp_path / split / "ant" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("")
+    (tmp_path / "train" / "ant" / "folder.tif").mkdir()
+    train, val = load(tmp_path)
+    first = tmp_path / "train" / "ant" / "a.webp"
+    line = f"skipped 4 images of other kinds (not .jpg, .jpeg, .png, e.g. {first})"
+    assert len(train.files) == 1 and notes(tmp_path, train, val) == [line]
 
 
 @pytest.mark.parametrize("kind", ["folder", "link to nothing"])
