@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -344,6 +345,41 @@ def test_a_reader_gives_pixels_and_padded_boxes(tmp_path: Path) -> None:
         reader.batch([1], None)
 
 
+@pytest.mark.parametrize(
+    ("size", "annotated", "orientation", "words"),
+    [
+        ((50, 50), (50, 50), 6, "EXIF orientation 6"),
+        ((60, 40), (40, 60), 8, "EXIF orientation 8"),
+        ((60, 40), (60, 40), 3, "EXIF orientation 3"),
+        ((60, 40), (60, 40), 6, ""),  # the boxes can only be of the stored pixels
+        ((50, 50), (50, 50), 1, ""),
+        ((60, 40), (40, 60), 1, "40 x 60 by its annotation"),
+        ((60, 41), (40, 60), 6, "40 x 60 by its annotation"),
+    ],
+)
+@pytest.mark.parametrize("epoch", [None, 0])
+def test_a_photo_that_is_shown_rotated_is_refused(
+    size: tuple[int, int],
+    annotated: tuple[int, int],
+    orientation: int,
+    words: str,
+    epoch: int | None,
+    tmp_path: Path,
+) -> None:
+    blank = np.zeros((*annotated[::-1], 3), np.uint8)
+    coco = written(tmp_path, [(blank, [(2, [1, 1, 9, 9])]), (blank, [])])
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for number in (1, 2):
+        Image.new("RGB", size).save(tmp_path / "train2017" / f"{number}.png", exif=exif)
+    reader = data.BoxReader(coco, 0)
+    for index in range(2 if size != annotated else 1):
+        with pytest.raises(UsageError, match=words) if words else contextlib.nullcontext():
+            reader.batch([index], epoch)
+    if size == annotated:
+        reader.batch([1], epoch)  # without boxes
+
+
 def test_a_broken_image_is_left_out(tmp_path: Path) -> None:
     pixels = np.zeros((40, 50, 3), np.uint8)
     written(tmp_path, [(pixels, [(2, [0, 0, 9, 9])])] * 4)
@@ -355,6 +391,7 @@ def test_a_broken_image_is_left_out(tmp_path: Path) -> None:
     assert [note.partition(",")[0] for note in built.notes] == [
         "skipped 1 image not to be found",
         "skipped 1 image that cannot be decoded",
+        f"no annotations/instances_val2017.json in {tmp_path}: nothing is evaluated",
     ]
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import posixpath
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import check_input
 from hvdtrain.system.output.text import plural, printable
-from hvdtrain.workloads.data.files import Files, has_file, open_split, read_file
+from hvdtrain.workloads.data.files import ENDINGS, Files, has_file, open_split, read_file
 
 SPLITS = ("train2017", "val2017")
 
@@ -113,22 +115,34 @@ def read(directory: Path, split: str, *, skip_broken: bool = False) -> Coco:
         raise UsageError(f"{file} lists no image: use --data with images")
     if not columns["categories"]:
         raise UsageError(f"{file} lists no category: there is nothing to detect")
-    index_of = {name: at for at, name in enumerate(images.names)}
-    absent = [at for at, name in enumerate(names) if name not in index_of]
+    index_of = {_plain(name, split): at for at, name in enumerate(images.names)}
+    index_of |= {name: at for at, name in enumerate(images.names)}
+    chosen = [index_of.get(name, index_of.get(_plain(name, split))) for name in names]
+    absent = [at for at, index in enumerate(chosen) if index is None]
+    others = [at for at in absent if not names[at].lower().endswith(ENDINGS)]
+    first, kinds = names[(others or absent or [0])[0]], ", ".join(ENDINGS)
     if absent and not skip_broken:
+        reason, remedy = f"not to be found in {split}", "copy the images again"
+        if others:
+            reason, remedy = f"of other kinds than {kinds}", "convert them"
         raise UsageError(
-            f"{file} lists {plural(len(absent), 'image')} not to be found in {split}, "
-            f"{names[absent[0]]} for one: copy the images again, or use --skip-broken"
+            f"{file} lists {plural(len(others or absent), 'image')} {reason}, {first} for one: "
+            f"{remedy}, or use --skip-broken"
         )
     if len(absent) == len(names):
-        raise UsageError(f"none of the images that {file} lists is in {split}, {names[0]} for one")
+        raise UsageError(
+            f"none of the images that {file} lists is in {split} as {kinds}, {first} for one"
+        )
     # Absent images are removed below; until then the first one is their placeholder.
-    files = images.take(np.array([index_of.get(name, 0) for name in names], np.int64))
-    if not absent:
-        return Coco(files, **columns)
-    return without(
-        Coco(files, **columns), absent, f"not to be found, {printable(names[absent[0]])}"
-    )
+    coco = Coco(images.take(np.array([index or 0 for index in chosen], np.int64)), **columns)
+    reason = f"missing or of other kinds than {kinds}" if others else "not to be found"
+    return without(coco, absent, f"{reason}, {printable(first)}") if absent else coco
+
+
+def _plain(name: str, split: str) -> str:
+    r"""Return the one form of ``./a.jpg``, ``train2017/a.jpg``, ``b\a.jpg``, NFD."""
+    path = posixpath.normpath(name.replace("\\", "/")).removeprefix(f"{split}/")
+    return unicodedata.normalize("NFC", path)
 
 
 class _Category(msgspec.Struct):

@@ -30,6 +30,7 @@ Labels = NDArray[np.int64]
 COLUMNS = 6  # of a box in a batch: corners as fractions, class from 1, index of the image
 OVERLAPS = (None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9)  # minimum IoU of a crop and a box; None: no crop
 TRIES = 50
+ORIENTATION = 0x0112  # tag of EXIF: 2 to 4 mirrored or by 180 degrees, 5 to 8 by 90
 
 
 class BoxReader:
@@ -70,6 +71,8 @@ class BoxReader:
         size = self.coco.sizes[index]
         boxes = boxes / np.tile(size, 2)
         with self.open(index) as image:
+            if len(boxes) or image.size != tuple(size):
+                self._check_orientation(image, index)
             if image.size != tuple(size):
                 raise UsageError(
                     f"{self.coco.files.name(index)} has {image.size[0]} x {image.size[1]} pixels, "
@@ -87,6 +90,19 @@ class BoxReader:
             boxes[:, [0, 2]] = 1 - boxes[:, [2, 0]]
         jitter = torchvision().transforms.ColorJitter(0.125, 0.5, 0.5, 0.05)
         return jitter(pixels), boxes, labels
+
+    def _check_orientation(self, image: Image.Image, index: int) -> None:
+        """Raise if viewers rotate the image, and its boxes may be of what they show."""
+        kind = 1
+        with contextlib.suppress(Exception):  # damaged metadata, which viewers ignore, too
+            kind = image.getexif().get(ORIENTATION, 1)
+        shown = image.size[::-1] if kind in range(5, 9) else image.size
+        if kind in range(2, 9) and shown == tuple(self.coco.sizes[index]):
+            raise UsageError(
+                f"{self.coco.files.name(index)} is shown rotated or mirrored (EXIF orientation "
+                f"{kind}), but read as stored: if its boxes are of what is shown, store it so "
+                "(mogrify -auto-orient), otherwise remove its EXIF orientation"
+            )
 
     def open(self, index: int) -> AbstractContextManager[Image.Image]:
         """Open the image at ``index``, and read only its header."""

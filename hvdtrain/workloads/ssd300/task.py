@@ -127,7 +127,8 @@ def build(options: DetectorOptions) -> Task:
     )
     assert train is not None
     task = module.task(options, train, test)
-    task.notes = (*train.notes, *(test.notes if test else ()))
+    absent = f"no annotations/instances_val2017.json in {options.data}: nothing is evaluated"
+    task.notes = (*train.notes, *(test.notes if test else [absent]))
     return task
 
 

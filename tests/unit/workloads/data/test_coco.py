@@ -164,6 +164,39 @@ def test_images_that_are_not_there(tmp_path: Path) -> None:
     assert "none of the images" in refusal(tmp_path, skip_broken=True)
 
 
+@pytest.mark.parametrize("name", ["a.webp", "a.bmp", "a.tif", "a.jfif", "a.gif", "a"])
+def test_an_image_of_another_kind_is_named_as_such(tmp_path: Path, name: str) -> None:
+    document = content(ids=(20, 15, 10))
+    document["images"][1]["file_name"] = name
+    write(tmp_path, document, names=("10.jpg", "20.jpg", name))
+    message = refusal(tmp_path)
+    words = f"lists 1 image of other kinds than .jpg, .jpeg, .png, {name} for one: convert them"
+    assert words in message and "copy" not in message
+    left = load(tmp_path, skip_broken=True)[0]
+    assert left.ids.tolist() == [10, 20]
+    assert left.notes == (
+        f"skipped 1 image missing or of other kinds than .jpg, .jpeg, .png, {name} for one",
+    )
+
+
+@pytest.mark.parametrize(
+    ("listed", "stored"),
+    [
+        ("./a.jpg", "a.jpg"),
+        ("train2017/a.jpg", "a.jpg"),
+        ("b\\a.jpg", "b/a.jpg"),
+        ("u\u0308.jpg", "\u00fc.jpg"),  # as macOS and as others write a letter
+        ("\u00fc.jpg", "u\u0308.jpg"),
+    ],
+)
+def test_a_name_is_found_as_other_tools_write_it(tmp_path: Path, listed: str, stored: str) -> None:
+    document = content()
+    document["images"][0]["file_name"] = listed
+    (tmp_path / "train2017" / "b").mkdir(parents=True)
+    coco = load(write(tmp_path, document, names=("10.jpg", "20.jpg", stored)))[0]
+    assert list(coco.files.names) == ["10.jpg", stored]
+
+
 def test_val_is_there_or_not_and_has_the_same_categories(tmp_path: Path) -> None:
     write(tmp_path, content())
     assert load(tmp_path)[1] is None
