@@ -25,7 +25,7 @@ the file:
 
 defaults:
   batch 32 per rank; 10 epochs, no warm-up, no weight decay, fp32; learning
-  rate per rank:
+  rate per rank (of lars and lamb: for a batch of 32, see --lr-scaling):
     {own.RECIPE.lr}
 
 examples:

@@ -129,7 +129,8 @@ class Options(CommOptions):
     lr_scaling: str | None = option(
         None,
         "scaling of the learning rate with the number of ranks (default: linear, for lars and "
-        "lamb sqrt; none if --global-batch-size is set, and for ssd300)",
+        "lamb sqrt; none if --global-batch-size is set; with the global batch instead for ssd300, "
+        "and for lars and lamb without --lr)",
         choices=SCALINGS,
     )
     lr_base_batch: int | None = option(
@@ -138,7 +139,12 @@ class Options(CommOptions):
         "this number instead of by the number of ranks",
         batch,
     )
-    warmup_epochs: float | None = option(None, "number of warm-up epochs", non_negative)
+    warmup_epochs: float | None = option(
+        None,
+        "number of warm-up epochs (default: of the task; for lars and lamb at least a sixth of "
+        "the epochs if the learning rate grows with the batch)",
+        non_negative,
+    )
     warmup_steps: int | None = option(
         None, "number of warm-up updates, instead of --warmup-epochs", count
     )

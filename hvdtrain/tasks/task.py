@@ -178,7 +178,7 @@ class Recipe:
     """The defaults of a workload, measured to keep its accuracy at any number of ranks."""
 
     batch_size: int  # samples per rank and step
-    lr: LearningRates  # for one rank, or for ``lr_base_batch``
+    lr: LearningRates  # for one rank, or for ``lr_base_batch``; lars, lamb: for ``batch_size``
     epochs: int
     warmup_epochs: float
     lr_schedule: str  # after the warm-up

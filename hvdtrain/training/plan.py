@@ -15,11 +15,12 @@ from hvdtrain.steps.learning_rate import scale_factor
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
 from hvdtrain.system.output.text import plural
-from hvdtrain.tasks.task import Task, Workload
+from hvdtrain.tasks.task import Recipe, Task, Workload
 
 BENCHMARK_STEPS = 100  # also on random samples
 EMA = "--ema"  # in the name of an optimizer in a checkpoint
 FEW_UPDATES = 30  # of a training whose number of epochs the user has set
+LARGE_BATCH_WARMUP = 1 / 6  # share of the epochs, with LARS and LAMB
 
 
 class Schedule(TypedDict):
@@ -45,6 +46,7 @@ class TrainingPlan:
     schedule: Schedule  # see ``schedule_over``
     weight_decay: float  # L2 penalty
     warmup_steps: int | None = None  # in updates; None: the warm-up of ``schedule``
+    lr_from: tuple[float, int] | None = None  # rate and global batch from which ``lr`` was scaled
 
     def schedule_over(self, samples: int) -> Schedule:
         """Return the arguments of ``scale_learning_rate`` for epochs of ``samples``."""
@@ -83,12 +85,14 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     # A fixed global batch means the same training at any world size.
     fixed = options.global_batch_size or recipe.lr_base_batch
     # LARS and LAMB bound each update by the norm of its weight, so their rate grows more slowly.
-    scaling = options.lr_scaling or ("sqrt" if options.optimizer in LAYERWISE else "linear")
-    per_batch = recipe.lr_base_batch and options.lr_scaling is None
-    base_batch = options.lr_base_batch or (recipe.lr_base_batch if per_batch else None)
-    lr = _or_default(options.lr, recipe.lr.of(options.optimizer))
+    layerwise = options.optimizer in LAYERWISE
+    scaling = options.lr_scaling or ("sqrt" if layerwise else "linear")
+    base_batch = _base_batch(options, recipe)
+    lr = base_lr = _or_default(options.lr, recipe.lr.of(options.optimizer))
     if base_batch:
         lr *= scale_factor(scaling, global_batch / base_batch)
+        if layerwise and global_batch > base_batch:
+            warmup = max(warmup, LARGE_BATCH_WARMUP * epochs)
     is_random = workload.random_without_data and options.data is None and options.epochs is None
     steps = BENCHMARK_STEPS if options.benchmark or is_random else None
     return TrainingPlan(
@@ -110,7 +114,19 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         },
         weight_decay=_or_default(options.weight_decay, recipe.weight_decay),
         warmup_steps=options.warmup_steps,
+        lr_from=(base_lr, base_batch) if base_batch else None,
     )
+
+
+def _base_batch(options: Options, recipe: Recipe) -> int | None:
+    """Return the global batch from which the learning rate is scaled; None: by the ranks.
+
+    A recipe's for LARS and LAMB follows the global batch, however that is set.
+    """
+    if options.lr_base_batch or options.lr_scaling:
+        return options.lr_base_batch
+    of_batch = options.optimizer in LAYERWISE and options.lr is None
+    return recipe.lr_base_batch or (recipe.batch_size if of_batch else None)
 
 
 def weights_origin(workload: Workload, options: Options, plan: TrainingPlan) -> dict[str, object]:
@@ -165,6 +181,13 @@ def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]
         )
     specified = options.warmup_epochs is not None or options.warmup_steps is not None
     warmup = plan.schedule_over(samples)["warmup_epochs"]
+    if plan.lr_from and options.optimizer in LAYERWISE:
+        lr, batch = plan.lr_from
+        lines.append(
+            f"{options.optimizer}: learning rate {lr:g} for a batch of {batch:,}, {plan.lr:g} for "
+            f"{plan.global_batch:,} (--lr-scaling {options.lr_scaling or 'sqrt'}); warm-up of "
+            f"{warmup:g} epochs"
+        )
     if specified and warmup > plan.epochs:
         lines.append(
             f"the warm-up of {warmup:g} epochs is longer than the training of {epochs}: the "

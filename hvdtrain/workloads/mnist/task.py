@@ -9,7 +9,7 @@ from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.mnist import data
 from hvdtrain.workloads.mnist.data import MnistOptions
 
-LR = LearningRates(sgd=0.03, adam=0.001, adamw=0.001, lars=0.5, lamb=0.008)
+LR = LearningRates(sgd=0.03, adam=0.001, adamw=0.001, lars=2.0, lamb=0.008)
 DIGITS_LR = LearningRates(sgd=0.0125, adam=0.0005, adamw=0.0005, lars=2.0, lamb=0.004)
 DIGITS_DROPOUT = 0.1
 
@@ -26,11 +26,12 @@ data:
 defaults:
   batch 64 per rank; momentum 0.9, weight decay 1e-4; 6 epochs: half an epoch
   of warm-up, then linear decay to 0; bf16 for the tutorial network if the
-  processor or GPU supports it, otherwise fp32; learning rate per rank:
+  processor or GPU supports it, otherwise fp32; learning rate per rank (of lars
+  and lamb: for a batch of 64, see --lr-scaling):
     {LR}
   For the small set of embedded digits: batch 16; dropout {DIGITS_DROPOUT};
   14 epochs, 3 of warm-up; random rotation, shear, scale and shift of every
-  image in each epoch; learning rate:
+  image in each epoch; learning rate (of lars and lamb: for a batch of 16):
     {DIGITS_LR}
 
 examples:

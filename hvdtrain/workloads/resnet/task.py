@@ -30,7 +30,8 @@ data:
 
 defaults:
   batch 32 per rank; weight decay 1e-4; 90 epochs: 5 of warm-up, then cosine
-  decay to 0; bf16 if the processor or GPU supports it; learning rate per rank:
+  decay to 0; bf16 if the processor or GPU supports it; learning rate per rank
+  (of lars and lamb: for a batch of 32, see --lr-scaling):
     {LR}
 
 examples:

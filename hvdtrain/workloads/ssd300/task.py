@@ -54,7 +54,7 @@ data:
 defaults:
   batch 64 per rank; one epoch of warm-up, decay by 10 after 43 and 54 of 65
   epochs; momentum 0.9, weight decay 5e-4; learning rate at a global batch of
-  32, scaled linearly (see --lr-scaling):
+  32, scaled linearly, of lars and lamb by the square root (see --lr-scaling):
     {rates}
 
 aliases, as in publications on SSD:

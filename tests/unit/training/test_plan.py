@@ -163,9 +163,23 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**PER_BATCH, "accumulate_steps": 2}, {"lr": 0.1 * 8, "lr_scaling": "none"}),
     ({**PER_BATCH, "lr_scaling": "none"}, {"lr": 0.1, "lr_scaling": "none"}),
     ({**PER_BATCH, "lr_scaling": "linear"}, {"lr": 0.1, "lr_scaling": "linear"}),
-    ({"optimizer": "lars"}, {"lr": 0.9, "lr_scaling": "sqrt"}),
+    # LARS and LAMB: by the square root of the global batch, however it is set.
+    ({"optimizer": "lars"}, {"lr": 0.9 * 2, "lr_scaling": "none"}),
+    ({"optimizer": "lars", "batch_size": 2}, {"lr": 0.9 / 2, "lr_scaling": "none"}),
+    ({"optimizer": "lamb", "accumulate_steps": 4}, {"lr": 0.003 * 4, "lr_scaling": "none"}),
+    ({"optimizer": "lamb", "global_batch_size": 96}, {"lr": 0.003 * 3**0.5, "lr_scaling": "none"}),
+    # What the user sets stays.
     ({"optimizer": "lamb", "lr_scaling": "linear"}, {"lr": 0.003, "lr_scaling": "linear"}),
-    ({"optimizer": "lamb", "global_batch_size": 96}, {"lr": 0.003, "lr_scaling": "none"}),
+    ({"optimizer": "lars", "lr": 1.0}, {"lr": 1.0, "lr_scaling": "sqrt"}),
+    (
+        {
+            "optimizer": "lars",
+            "lr": 1.0,
+            "global_batch_size": 96,
+            "changes": {"warmup_epochs": 0.5},
+        },
+        {"lr": 1.0, "lr_scaling": "none", "schedule": {**SCHEDULE, "warmup_epochs": 0.5}},
+    ),
     ({**PER_BATCH, "optimizer": "lamb"}, {"lr": 0.003 * 2, "lr_scaling": "none"}),
     # 128 samples, for which the rate would hold; of any number of ranks.
     ({"lr_base_batch": 64}, {"lr": 0.1 * 2, "lr_scaling": "none"}),
@@ -196,6 +210,46 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_options_and_defaults(options: dict[str, Any], fields: dict[str, Any]) -> None:
     training_plan = plan(**options)
     assert {name: getattr(training_plan, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("options", "warmup"),
+    [
+        ({}, 10 / 6),
+        ({"epochs": 12}, 2.0),
+        ({"epochs": 2}, 0.5),
+        ({"global_batch_size": 8192}, 10 / 6),
+        ({"lr_base_batch": 64}, 10 / 6),
+        ({"size": 1}, 0.5),  # the batch of the recipe
+        ({"warmup_epochs": 0.25}, 0.25),
+        ({"optimizer": "adamw", "lr_base_batch": 64}, 0.5),
+    ],
+)
+def test_the_warmup_of_lamb_with_a_large_batch(options: dict[str, Any], warmup: float) -> None:
+    changes = {"warmup_epochs": 0.5}
+    training_plan = plan(**{"optimizer": "lamb", "changes": changes, **options})
+    assert training_plan.schedule["warmup_epochs"] == pytest.approx(warmup)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"optimizer": "lamb", "global_batch_size": 288},
+            "lamb: learning rate 0.003 for a batch of 32, 0.009 for 288 (--lr-scaling sqrt); "
+            "warm-up of 2 epochs",
+        ),
+        (
+            {"optimizer": "lars", "lr": 0.5, "lr_base_batch": 64, "lr_scaling": "linear"},
+            "lars: learning rate 0.5 for a batch of 64, 1 for 128 (--lr-scaling linear); warm-up "
+            "of 2 epochs",
+        ),
+        ({"optimizer": "lamb", "lr": 0.1, "global_batch_size": 288}, None),
+        ({"optimizer": "adamw", "global_batch_size": 288}, None),
+    ],
+)
+def test_a_rate_that_follows_the_batch_is_shown(options: dict[str, Any], line: str | None) -> None:
+    assert notes(Options(**options), plan(4, **options), 300) == ((line,) if line else ())
 
 
 def test_milestones_of_a_recipe_move_with_the_length() -> None:
