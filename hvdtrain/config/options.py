@@ -139,12 +139,7 @@ class Options(CommOptions):
         "this number instead of by the number of ranks",
         batch,
     )
-    warmup_epochs: float | None = option(
-        None,
-        "number of warm-up epochs (default: of the task; for lars and lamb at least a sixth of "
-        "the epochs if the learning rate grows with the batch)",
-        non_negative,
-    )
+    warmup_epochs: float | None = option(None, "number of warm-up epochs", non_negative)
     warmup_steps: int | None = option(
         None, "number of warm-up updates, instead of --warmup-epochs", count
     )

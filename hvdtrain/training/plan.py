@@ -181,8 +181,8 @@ def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]
         )
     specified = options.warmup_epochs is not None or options.warmup_steps is not None
     warmup = plan.schedule_over(samples)["warmup_epochs"]
-    if plan.lr_from and options.optimizer in LAYERWISE:
-        lr, batch = plan.lr_from
+    lr, batch = plan.lr_from or (plan.lr, plan.global_batch)
+    if batch != plan.global_batch and options.optimizer in LAYERWISE:
         lines.append(
             f"{options.optimizer}: learning rate {lr:g} for a batch of {batch:,}, {plan.lr:g} for "
             f"{plan.global_batch:,} (--lr-scaling {options.lr_scaling or 'sqrt'}); warm-up of "
