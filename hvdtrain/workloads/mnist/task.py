@@ -9,7 +9,7 @@ from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.mnist import data
 from hvdtrain.workloads.mnist.data import MnistOptions
 
-LR = LearningRates(sgd=0.03, adam=0.001, adamw=0.001, lars=2.0, lamb=0.008)
+LR = LearningRates(sgd=0.03, adam=0.001, adamw=0.001, lars=1.25, lamb=0.008)
 DIGITS_LR = LearningRates(sgd=0.0125, adam=0.0005, adamw=0.0005, lars=2.0, lamb=0.004)
 DIGITS_DROPOUT = 0.1
 

@@ -41,7 +41,7 @@ def test_the_recipe_of_mnist_is_what_it_was_and_that_of_the_embedded_digits_is_a
     """An augmentation, too, is for the few digits alone."""
     assert recipe(MNIST, data=Path("mnist")) == Recipe(
         batch_size=64,
-        lr=LearningRates(sgd=0.03, adam=0.001, adamw=0.001, lars=2.0, lamb=0.008),
+        lr=LearningRates(sgd=0.03, adam=0.001, adamw=0.001, lars=1.25, lamb=0.008),
         epochs=6,
         warmup_epochs=0.5,
         lr_schedule="linear",
