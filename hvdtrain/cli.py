@@ -31,6 +31,7 @@ from hvdtrain.errors import (
     escaped,
 )
 from hvdtrain.system.files import check_working_directory
+from hvdtrain.system.machine.limits import process_limit
 from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.runtime import terminal
 
@@ -50,6 +51,7 @@ VERBS = {
 }
 # Characters in a report that may be those of any file; the report's colours are kept.
 CONTROL = re.compile(r"(?!\x1b\[[\d;]*m)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+NO_THREAD = "can't start new thread"  # Python's message
 DRAWING = ("scaling", "compare", "report")  # verbs that need hvdtrain[studies]
 PROGRAMS = """programs, launched by `hvdtrain launch -n N -- python -m PROGRAM`:
   hvdtrain.mnist        train on handwritten digits
@@ -171,6 +173,11 @@ def _run(verb: str, words: Sequence[str]) -> int:
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED)
+    except (BlockingIOError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
+            raise
+        limit = f"a limit of {process_limit(Path('/'))} processes and threads"
+        return _complain(f"{error}: {limit} (ulimit -u, pids.max)", EXIT_FAILURE)
     try:
         if as_json:
             print(json.dumps(report.data, indent=1, sort_keys=True))

@@ -14,12 +14,13 @@ from hvdtrain.config.comm_options import CommOptions, check_comm_options
 from hvdtrain.config.declare import REMOVED
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
-from hvdtrain.system.machine.frameworks import is_installed
+from hvdtrain.system.machine.frameworks import find_module, is_installed
 from hvdtrain.system.runtime.detect import LaunchInfo, detect
 
 log = logging.getLogger(__name__)
 
 DEFAULTS = CommOptions()
+TITLES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 def adapter(
@@ -67,6 +68,14 @@ def adapter(
 def _load(record: Strategy, framework: str) -> CommonAdapter:
     """Import the adapter of a strategy, and thereby the strategy's library."""
     module, _, name = record.adapters[framework].partition(":")
+    try:
+        importlib.import_module(f"{module.rpartition('.')[0]}.adapter")
+    except Exception as error:
+        cause, package = " ".join(str(error).split()), PACKAGES[framework]
+        raise UsageError(
+            f"{TITLES[framework]} cannot be imported: {cause}. It is {find_module(package)}: "
+            f"`python -c 'import {package}'` must work first"
+        ) from error
     try:
         loaded: CommonAdapter = getattr(importlib.import_module(module), name)()
     except UsageError:

@@ -191,7 +191,13 @@ def _open_store(launch: LaunchInfo, timeout: timedelta) -> tuple[Store, int, int
 
 def _rendezvous(launch: LaunchInfo, timeout: timedelta) -> tuple[Store, int, int]:
     if launch.launcher != SPAWN:
-        return next(rendezvous("env://", timeout=timeout))
+        try:
+            return next(rendezvous("env://", timeout=timeout))
+        except dist.DistNetworkError as error:
+            if not launch.is_root:
+                raise
+            port, reason = os.environ["MASTER_PORT"], str(error).rpartition("message: ")[2]
+            raise UsageError(f"MASTER_PORT={port}: {reason}; set it to another port") from error
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     server = socket.create_server(address) if launch.is_root else None
     store = _store_of_rank_0(*address, launch.size, timeout, server)

@@ -17,7 +17,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.conftest import LONG, Outcome, Ranks, ranks, run
+from hvdtrain.system.output.text import plural
+from tests.conftest import BIN, LONG, ROOT, Outcome, Ranks, ranks, run
 from tests.parallel import resident
 from tests.parallel.conftest import (
     FRAMEWORKS,
@@ -56,6 +57,62 @@ def test_a_pipe_that_nobody_reads(option: str, tmp_path: Path) -> None:
     )
     assert_one_line(outcome, 2, f"--{option} {pipe} cannot be written: the pipe has no reader")
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("options", [["--strategy=horovod"], ["--strategy=ddp", "--spawn=2"]])
+def test_a_broken_framework_is_named(options: list[str], tmp_path: Path) -> None:
+    """Not Horovod, which imports it."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: no such file')\n")
+    command = [sys.executable, "-m", "hvdtrain.mnist", *options]
+    outcome = run(command, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
+    reason = f"PyTorch cannot be imported: libcudart.so.12: no such file. It is {tmp_path}/torch.py"
+    assert all(reason in line for line in outcome.said), outcome.err
+
+
+AGENT = ("hvdtrain.commands.launch.host_process", "--nnodes=2", "--node-rank=0", "--no-python")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["hvdtrain.mnist", "--strategy=ddp"], 2, "MASTER_PORT={port}: address already in use"),
+        ([*AGENT, "--master-addr=127.0.0.1", "--master-port={port}", "true"], 1, "set MASTER_PORT"),
+    ],
+)
+def test_a_port_in_use_is_one_line(words: list[str], code: int, reason: str) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        names = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        line = [sys.executable, "-m", *(word.format(port=port) for word in words)]
+        outcome = run(line, **(names if code == 2 else {}))
+    assert_one_line(outcome, code, reason.format(port=port))
+
+
+BOUND = """
+import os
+import torch
+from hvdtrain import adapter
+hvd = adapter("pytorch", "mpi")
+hvd.initialize()
+device = hvd.pin_device()
+print(device, "of", len(os.sched_getaffinity(0)), "cores", flush=True)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("number", [1, 2])
+def test_ranks_that_openmp_binds_to_one_core_are_freed_and_warned(number: int) -> None:
+    """Importing torch binds the thread of each rank to the first core."""
+    mpirun = [str(BIN / "mpirun"), "--oversubscribe", "--bind-to", "none", "-n", str(number)]
+    outcome = run([*mpirun, sys.executable, "-c", BOUND], OMP_PROC_BIND="true", OMP_NUM_THREADS="")
+    assert outcome.code == 0, outcome.err
+    cores = len(os.sched_getaffinity(0))
+    threads = plural(cores // number, "thread")
+    assert outcome.out.count(f"cpu, {threads} of {cores} cores\n") == number, outcome.out
+    warning = f"OMP_PROC_BIND binds the OpenMP threads of 2 ranks of {socket.gethostname()} to"
+    assert (warning in outcome.err) == (number == 2)
 
 
 @pytest.fixture

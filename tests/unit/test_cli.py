@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import pty
@@ -195,6 +196,7 @@ def test_tab_in_a_terminal(completion: Path, tmp_path: Path) -> None:
         (["pack", "--workers", "0", "a", "b"], "--workers: 0 is not a whole number of 1 or more"),
         (["launch", "-n", "two", "--", "x"], "-n: 'two' is not a number"),
         (["launch", "-n", "2", "--tiemout", "3", "--", "x"], "did you mean --timeout?"),
+        (["launch", "--nproc-per-node", "2", "--", "x"], "did you mean --ppn?"),
         (["submit", "--nodes", "x", "--", "x"], "--nodes: 'x' is not a number"),
         (["submit", "--scheduler", "pbss", "--", "x"], "slurm, none (did you mean pbs?)"),
         (["scaling", "--ranks", "1,x", "--", "x"], "--ranks: 'x' is not a number"),
@@ -335,6 +337,8 @@ def test_escape_sequences_in_a_report_are_shown_but_for_colours(
         (errors.CheckpointError("bad"), 1),
         (errors.TrainingError("bad"), 1),
         (KeyboardInterrupt(), 130),
+        (RuntimeError(cli.NO_THREAD), 1),  # a small pids.max
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 1),
     ],
 )
 def test_errors_have_their_exit_codes(

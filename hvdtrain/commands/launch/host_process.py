@@ -108,6 +108,7 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
     if quiet:  # 20 lines for each request to the store of an agent that has exited
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -131,10 +132,11 @@ def run_torchrun(arguments: Sequence[str]) -> int:
         return exit_code(failure.exitcode)
     except SignalException as stop:
         return 128 + int(stop.sigval)
-    except RendezvousError as error:
+    except (DistNetworkError, RendezvousError) as error:
         if codes == {EXIT_PREEMPTED}:  # harmless: the ranks have saved
             return EXIT_PREEMPTED
-        say(f"{socket.gethostname()}: the rendezvous of the agents failed: {error}")
+        cause = f"{error.__cause__ or error}; set MASTER_PORT if the port is in use"
+        say(f"{socket.gethostname()}: the rendezvous of the agents failed: {cause}")
         return EXIT_FAILURE
     return EXIT_OK
 

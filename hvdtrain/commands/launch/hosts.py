@@ -95,7 +95,7 @@ def parse_lines(lines: Iterable[str], source: str) -> tuple[Host, ...]:
     """
     hosts = []
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
         if not words:
             continue
         options = dict(word.partition("=")[::2] for word in words[1:])

@@ -19,7 +19,7 @@ from typing import Self
 
 from hvdtrain.commands.launch.prepare import checkpoint_dir
 from hvdtrain.commands.launch.rank_output import REASON
-from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, HvdtrainError
+from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, HvdtrainError, UsageError
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.exit import END_MARK, MARK_NAME, ProcessStatus
 from hvdtrain.system.runtime.outlive import STOP_SIGNALS
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 # Messages of mpirun: the first on standard error, the second on standard output.
 LOSS = re.compile(rb"has lost communication with a remote daemon|daemon failed to report back")
 HOST = re.compile(rb"Remote daemon: .* on node (\S+)|Remote host: +(\S+)")
+UNKNOWN = re.compile(rb"Could not resolve hostname ([^\s:]+)")  # ssh's message
 NOTICE = 1000  # bytes of its message, enough for the host
 UNRELIABLE = (EXIT_OK, 255)  # exit codes of mpirun then
 LONGEST_MARK = 16  # bytes
@@ -87,6 +88,7 @@ class JobOutcome:
         directory ``checkpoints``.
 
         Raises:
+            UsageError: a host does not exist.
             HvdtrainError: the job is incomplete, whatever ``code`` is.
         """
         mark, lost = self.mark, self.lost_host
@@ -95,6 +97,11 @@ class JobOutcome:
         # Ranks that mpirun itself ends may have saved in time, but are not finished.
         if mark == EXIT_PREEMPTED and stop_requested:
             return mark
+        unknown = {host for notice in self._notices.values() for host in UNKNOWN.findall(notice)}
+        if unknown and lost is not None:
+            raise UsageError(
+                f"{b', '.join(sorted(unknown)).decode(errors='replace')}: no such host"
+            )
         failure = "rank 0 ended early"
         if lost is not None:
             failure = f"host {lost} was lost" if lost else "a host was lost"

@@ -25,6 +25,7 @@ class Resources:
     memory_limited: bool  # whether the control group's limit is below the machine's memory
     locked_memory: int | None  # limit of locked memory in bytes, for InfiniBand; None: no limit
     open_files: int | None  # limit of open files and sockets; None: no limit
+    processes: int | None  # limit of processes and threads; None: no limit
     shared_memory: int  # size of /dev/shm, bytes
     shared_memory_free: int  # free bytes of it
 
@@ -47,6 +48,7 @@ def find_resources() -> Resources:
         memory_limited=limit is not None and limit < total,
         locked_memory=_soft_limit(resource.RLIMIT_MEMLOCK),
         open_files=_soft_limit(resource.RLIMIT_NOFILE),
+        processes=process_limit(root),
         shared_memory=shm.f_blocks * shm.f_frsize if shm else 0,
         shared_memory_free=shm.f_bavail * shm.f_frsize if shm else 0,
     )
@@ -55,6 +57,13 @@ def find_resources() -> Resources:
 def _soft_limit(number: int) -> int | None:
     soft, _ = resource.getrlimit(number)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def process_limit(root: Path) -> int | None:
+    """Return the limit of processes and threads: ``ulimit -u``, or of this control group."""
+    texts = [text for controller in ("", "pids") for text in _read(root, controller, "pids.max")]
+    limits = [int(text) for text in texts if text.isdecimal()]
+    return min(filter(None, (*limits, _soft_limit(resource.RLIMIT_NPROC))), default=None)
 
 
 def memory_limit(root: Path) -> int | None:

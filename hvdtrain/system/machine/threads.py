@@ -7,8 +7,10 @@ its host.
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from hvdtrain.system.runtime.detect import LAUNCHERS, detect
 THREADS = "OMP_NUM_THREADS"
 SHARES = ("SLURM_CPUS_ON_NODE", "NCPUS")  # the job's number of cores on this host
 BATCH = ("PBS_JOBID", *SHARES)
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # Variables that distinguish processes of different jobs.
 STEP_VARIABLES = ("PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
@@ -48,6 +51,35 @@ def job_cores(cores: int, environ: Mapping[str, str]) -> int:
     return min(cores, batch_share(environ) or cores)
 
 
+# OpenMP, which may bind threads to cores. All ranks that no launcher has bound get the same ones.
+
+
+def binding(environ: Mapping[str, str]) -> str:
+    """Return the variable by which OpenMP binds threads to cores; empty: it does not."""
+    if environ.get("OMP_PROC_BIND", "").lower() == "false":
+        return ""
+    return next((name for name in BINDING if environ.get(name)), "")
+
+
+def binding_warning(host: str, variable: str, cpus: Sequence[Collection[int]]) -> str:
+    """Return a warning if ``variable`` binds ranks of a host with these cores to the same ones."""
+    if not variable or sum(map(len, cpus)) == len(set().union(*cpus)):
+        return ""
+    return f"{variable} binds the OpenMP threads of {len(cpus)} ranks of {host} to the same cores"
+
+
+def process_cpus() -> set[int]:
+    """Return the cores of this process, also if OpenMP has bound this thread to one of them."""
+    cpus = os.sched_getaffinity(0)
+    with suppress(AttributeError):  # no OpenMP is loaded
+        openmp = ctypes.CDLL(None)
+        for place in range(openmp.omp_get_num_places()):
+            numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+            openmp.omp_get_place_proc_ids(place, numbers)
+            cpus.update(numbers)
+    return cpus
+
+
 # Choice of a rank
 
 
@@ -57,13 +89,14 @@ class RankCores:
 
     host: str
     cpus: tuple[int, ...]  # affinity
-    variables: Mapping[str, str]  # of ``BATCH``, and OMP_NUM_THREADS
+    variables: Mapping[str, str]  # of ``BATCH`` and ``BINDING``, and OMP_NUM_THREADS
 
     @staticmethod
     def here(host: str, environ: Mapping[str, str]) -> RankCores:
         """Return the values of this process."""
-        known = {name: environ[name] for name in (THREADS, *BATCH) if name in environ}
-        return RankCores(host, tuple(sorted(os.sched_getaffinity(0))), known)
+        names = (THREADS, *BATCH, *BINDING)
+        known = {name: environ[name] for name in names if name in environ}
+        return RankCores(host, tuple(sorted(process_cpus())), known)
 
 
 def agreed_threads(ranks: Sequence[RankCores], rank: int) -> int:
@@ -84,11 +117,14 @@ def agreed_threads(ranks: Sequence[RankCores], rank: int) -> int:
 
 
 def oversubscription(ranks: Sequence[RankCores], threads: Sequence[int]) -> str:
-    """Return a warning if the ranks of a host have more threads than cores; else empty."""
+    """Return a warning if ranks of a host share cores, or have too many threads; else empty."""
     by_host: dict[str, list[int]] = {}
     for number, rank in enumerate(ranks):
         by_host.setdefault(rank.host, []).append(number)
     for host, local in by_host.items():
+        bound = max(binding(ranks[number].variables) for number in local)
+        if warning := binding_warning(host, bound, [ranks[number].cpus for number in local]):
+            return f"{warning}: unset it"
         cores = len({cpu for number in local for cpu in ranks[number].cpus})
         total = sum(threads[number] for number in local)
         if total > max(cores, len(local)):

@@ -164,6 +164,10 @@ def test_a_wrong_value_is_one_line_that_names_the_option(option: str) -> None:
         (["--epochs", "--quiet"], ["--epochs"]),
         (["--quiet=5"], ["--quiet"]),
         (["--stge", "d"], ["did you mean --stage?"]),
+        (["--learning-rate", "0.1"], ["--learning-rate: no such option; did you mean --lr?"]),
+        (["--num_epochs=3"], ["did you mean --epochs?"]),
+        (["--max_steps=3"], ["did you mean --num-steps?"]),
+        (["--nproc-per-node=3"], ["see python -m hvdtrain", "--help"]),  # of launch
         (["--strategy=magic"], ["'magic'", ", ".join(STRATEGIES)]),
         (["--lr-schedule=step"], ["'step'", "constant, linear, cosine, polynomial, multistep"]),
     ],

@@ -10,13 +10,14 @@ from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING, Findin
 from hvdtrain.commands.install_horovod.toolchain import Toolchain
 from hvdtrain.system.machine.gpus import Driver
 from hvdtrain.system.machine.limits import GIB, Resources
-from hvdtrain.system.machine.threads import THREADS, requested_threads, set_by_pbs
+from hvdtrain.system.machine.threads import THREADS, binding, requested_threads, set_by_pbs
 from hvdtrain.system.output.text import plural, size
 
 MEMORY_PER_RANK = 2 * GIB  # a framework takes 0.5 to 1 GiB before the first sample
 LEAST_SHM = GIB  # used by the ranks of one host, and by workers of data loaders
 LEAST_LOCKED = GIB  # memory registered by InfiniBand and Omni-Path
 LEAST_FILES = 1024
+LEAST_PROCESSES = 64  # of a rank: threads of its cores, of MPI, workers
 BUILD_VARIABLE = re.compile(r"HOROVOD_(WITH|WITHOUT|BUILD|GPU|NCCL|CUDA|ROCM|MPICXX|CMAKE)(_.*|$)")
 
 
@@ -78,6 +79,9 @@ def resource_findings(
     yield warning_if(remedy, "memory", f"{size(memory)}{limited}{share}")
 
     yield threads_finding(cores, ranks, environ)
+    if bound := binding(environ):
+        evidence = f"{environ[bound]}: ranks that no launcher has bound share their first cores"
+        yield Finding(bound, WARNING, evidence, f"unset {bound}")
 
     free = resources.shared_memory_free
     clear = (
@@ -98,6 +102,14 @@ def resource_findings(
         "ulimit -n 4096, in the job script too" if files is not None and files < LEAST_FILES else ""
     )
     yield warning_if(remedy, "open files", "unlimited" if files is None else str(files))
+
+    processes = resources.processes
+    few = processes is not None and processes < LEAST_PROCESSES * ranks
+    remedy = (
+        "raise ulimit -u, or pids.max of the control group (docker: --pids-limit)" if few else ""
+    )
+    evidence = "unlimited" if processes is None else f"{processes}, threads included"
+    yield warning_if(remedy, "processes", evidence)
 
 
 def threads_finding(cores: float, ranks: int, environ: Mapping[str, str]) -> Finding:

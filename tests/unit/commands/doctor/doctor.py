@@ -14,6 +14,7 @@ PLENTY = Resources(
     memory_limited=False,
     locked_memory=None,
     open_files=4096,
+    processes=None,
     shared_memory=32 * GIB,
     shared_memory_free=32 * GIB,
 )

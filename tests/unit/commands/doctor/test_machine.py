@@ -11,7 +11,13 @@ import pytest
 
 from hvdtrain.commands.doctor.checks import files, machine
 from hvdtrain.commands.doctor.findings import ABSENT, ERROR, OK, WARNING
-from hvdtrain.system.machine.limits import GIB, cpu_quota, find_resources, memory_limit
+from hvdtrain.system.machine.limits import (
+    GIB,
+    cpu_quota,
+    find_resources,
+    memory_limit,
+    process_limit,
+)
 from tests.unit.commands.doctor.doctor import PLENTY, assert_finding, by_check
 
 
@@ -38,6 +44,7 @@ def test_ample_resources_are_ok() -> None:
         ("/dev/shm", {"shared_memory_free": GIB // 16}, "64.0 MiB free"),
         ("locked memory", {"locked_memory": 8 * 2**20, "fabric": True}, "8.0 MiB"),
         ("open files", {"open_files": 256}, "256"),
+        ("processes", {"processes": 128}, "128, threads included"),
     ],
 )
 def test_a_shortage_is_a_warning(check: str, changes: dict[str, Any], words: str) -> None:
@@ -45,6 +52,11 @@ def test_a_shortage_is_a_warning(check: str, changes: dict[str, Any], words: str
     assert [finding.check for finding in findings.values() if finding.state != OK] == [check]
     assert findings[check].state == WARNING
     assert words in findings[check].evidence
+
+
+def test_a_variable_by_which_openmp_binds_is_a_warning() -> None:
+    findings = by_check(machine.resource_findings(PLENTY, 4, {"OMP_PROC_BIND": "true"}, False))
+    assert_finding(findings["OMP_PROC_BIND"], WARNING, "true: ranks that no launcher has bound")
 
 
 def test_the_value_of_pbs_is_ok() -> None:
@@ -94,19 +106,23 @@ def test_limits_of_control_groups_version_2(tmp_path: Path) -> None:
         job__memory_0max="8000",
         job__step__memory_0max="9000",
         job__cpu_0max="150000 100000",
+        job__pids_0max="12",
         job__step__cpu_0max="max 100000",
     )
     assert memory_limit(root) == 8000
+    assert process_limit(root) == 12
     assert cpu_quota(root) == 1.5
 
 
 def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
     root = control_groups(
         tmp_path,
-        "4:memory:/job\n2:cpu,cpuacct:/job\n1:name=systemd:/\n0::/\n",
+        "8:pids:/job\n4:memory:/job\n2:cpu,cpuacct:/job\n1:name=systemd:/\n0::/\n",
         **{
             "memory__memory_0limit_in_bytes": str(2**63 - 4096),
             "memory__job__memory_0limit_in_bytes": "7000",
+            "pids__pids_0max": "12",
+            "pids__job__pids_0max": "max",
             "cpu,cpuacct__cpu_0cfs_quota_us": "-1",
             "cpu,cpuacct__cpu_0cfs_period_us": "100000",
             "cpu,cpuacct__job__cpu_0cfs_quota_us": "50000",
@@ -114,6 +130,7 @@ def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
         },
     )
     assert memory_limit(root) == 7000
+    assert process_limit(root) == 12
     assert cpu_quota(root) == 0.5
 
 

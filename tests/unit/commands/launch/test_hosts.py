@@ -38,6 +38,7 @@ def write(path: Path, text: str) -> Path:
         ("a\na\nb\nb\n", A2B2),  # PBS: a line per slot
         ("a\nb\na\nb\n", A2B2),  # alternating
         ("a slots=2\nb slots=2 max_slots=4\n", A2B2),  # Open MPI
+        ("a slots = 2\nb slots= 2 max_slots =4 # Open MPI, too\n", A2B2),
         ("a:2\nb:2", A2B2),  # Hydra
         ("\n# two of them\na slots=1 # one\na\n\tb:2 \n", A2B2),
         ("node-1.cluster_x.org\n", (Host("node-1.cluster_x.org", 1),)),
@@ -58,6 +59,8 @@ def test_forms_of_a_hostfile(tmp_path: Path, text: str, hosts: tuple[Host, ...])
             ":2",
             "a:2 slots=2",
             "a 4",
+            "a = 4",
+            "a slots =",
             "a cpus=4",
             "-o",
             "a;b",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.commands.launch.outcome import JobOutcome
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.runtime.exit import _write_mark
 from tests.conftest import run
 
@@ -57,6 +57,14 @@ def test_a_lost_host_is_no_success(text: bytes, length: int, outcome: JobOutcome
         with pytest.raises(HvdtrainError, match=message) as error:
             outcome.exit_code(code, None, stop_requested=False)
         assert error.value.exit_code == 1
+
+
+def test_a_host_that_does_not_exist_is_wrong_use(outcome: JobOutcome) -> None:
+    outcome.read(1, NOT_BACK)
+    outcome.read(2, b"ssh: Could not resolve hostname nodeB: Name or service not known\r\n")
+    outcome.read(2, b"ssh: Could not resolve hostname nodeA: Temporary failure\n")
+    with pytest.raises(UsageError, match=r"^nodeA, nodeB: no such host$"):
+        outcome.exit_code(255, None, stop_requested=False)
 
 
 def test_the_newest_checkpoint_is_named(outcome: JobOutcome, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hvdtrain.system.machine.threads import (
     RankCores,
     agreed_threads,
     batch_share,
+    binding,
     equal_threads,
     launch_threads,
     local_cores,
@@ -144,6 +145,29 @@ def test_more_threads_than_cores_are_reported() -> None:
     )
     crowded = [RankCores("node1", (0,), {})] * 3
     assert oversubscription(crowded, [1, 1, 1]) == ""  # more ranks than cores: one each
+
+
+@pytest.mark.parametrize(
+    ("environ", "variable"),
+    [
+        ({}, ""),
+        ({"OMP_PROC_BIND": "close"}, "OMP_PROC_BIND"),
+        ({"OMP_PLACES": "cores"}, "OMP_PLACES"),
+        ({"GOMP_CPU_AFFINITY": "0-7"}, "GOMP_CPU_AFFINITY"),
+        ({"OMP_PROC_BIND": "FALSE", "OMP_PLACES": "cores"}, ""),
+    ],
+)
+def test_ranks_that_openmp_binds_to_the_same_cores(environ: dict[str, str], variable: str) -> None:
+    assert binding(environ) == variable
+    warning = oversubscription(ranks(environ, {}), [1] * 4)
+    assert (
+        warning == f"{variable} binds the OpenMP threads of 2 ranks of node1 to the same cores: "
+        "unset it"
+        if variable
+        else warning == ""
+    )
+    bound = [RankCores("node1", (rank,), environ) for rank in range(2)]  # by the launcher
+    assert oversubscription(bound, [1, 1]) == ""
 
 
 def test_variables_set_by_a_launcher() -> None:
