@@ -20,7 +20,7 @@ def own_script() -> str:
 
 def own_script_with_all() -> str:
     """Return the same with all optional parts of the page, and their imports and data."""
-    _, script, evaluation, scheduler, saving, _ = blocks("own.md")
+    _, script, evaluation, scheduler, saving, *_ = blocks("own.md")
     before, rate, after = _pieces(scheduler)
     resume, epochs, save = _pieces(saving)
     imports = (
@@ -42,13 +42,50 @@ def own_script_with_all() -> str:
 def own_script_in_background() -> str:
     """Return the same script with checkpoints that are written in the background."""
     script = own_script()
-    before, done, save, after = _pieces(blocks("own.md")[-1])
+    before, done, save, after = _pieces(blocks("own.md")[5])
     script = _put(script, r" +hvd\.broadcast_state.*\n", before, keep=True)
     script = _put(script, r" +optimizer\.step\(\).*\n", done, keep=True)
     script = _put(script, r" +hvd\.save_checkpoint.*\n", save)
     return script.replace(
         "\n\n\nif __name__", "\n" + textwrap.indent(after, "    ") + "\n\nif __name__"
     )
+
+
+def recipe(heading: str) -> str:
+    """Return the Python block under a heading of docs/own.md."""
+    section = (ROOT / "docs" / "own.md").read_text().partition(f"\n### {heading}\n")[2]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert block, heading
+    return block[1]
+
+
+def own_script_with_cycle() -> str:
+    """Return the script of docs/own.md with a scheduler of PyTorch that counts steps."""
+    before, after = _pieces(recipe("Schedulers of PyTorch"))
+    imports = "from torch.optim.lr_scheduler import OneCycleLR\n"
+    script = _put(own_script(), r"import torch\n", imports, keep=True)
+    script = _put(script, r" +for group in optimizer\.param_groups:\n.*\n", "")
+    script = _put(script, r" +hvd\.broadcast_state.*\n", before, keep=True)
+    return _put(script, r" +optimizer\.step\(\).*\n", after, keep=True)
+
+
+def own_script_with_augmentation() -> str:
+    """Return the script of docs/own.md with samples that are drawn, and recorded in a file."""
+    kind, sampler = re.split(r"^# instead.*\n", recipe("Random augmentation"), flags=re.MULTILINE)
+    data = (
+        "class Drawn(torch.utils.data.Dataset):\n"
+        "    epoch = 0\n\n"
+        "    def __getitem__(self, index):\n"
+        "        draws = [random.random(), np.random.rand(), torch.rand(1).item()]\n"
+        "        with open('draws', 'a') as file:\n"
+        "            print(self.epoch, index, *draws, file=file)\n"
+        "        return torch.tensor(draws * 2 + [0, 1], dtype=torch.float64), index % 3\n\n\n"
+    )
+    script = _put(own_script(), r"import torch\n", "import random\nimport numpy as np\n", keep=True)
+    script = _put(script, r"def main\(\):\n", data + kind + "def main():\n")
+    script = _put(script, r" +data = TensorDataset.*\n", "data = range(1000)\n")
+    script = _put(script, r" +batches\[:\] = .*\n", sampler)
+    return _put(script, r" +data,\n", "Seeded(Drawn()),\n")
 
 
 def _pieces(block: str) -> list[str]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
+from safetensors.torch import load_file
 
 from hvdtrain.steps.summary import Summary
 from tests import pages
@@ -17,6 +20,7 @@ from tests.conftest import BIN, ROOT, Outcome, run
 from tests.parallel import resident
 from tests.parallel.conftest import Training, assert_close
 
+Weights = dict[str, np.ndarray]
 EXAMPLES = ROOT / "examples"
 
 
@@ -50,19 +54,21 @@ def test_the_page_shows_the_task_that_stands_in_the_examples() -> None:
     assert pages.blocks("own.md")[0] == (EXAMPLES / "own_task.py").read_text()
 
 
-def exact(script: str, epochs: int, workers: int) -> str:
+PLATEAU = {"patience=2": "patience=0, threshold=0.1"}
+DATA = {"torch.randn(1000, 8)": "torch.randn(391, 8, dtype=torch.float64)", "(1000,)": "(391,)"}
+
+
+def exact(script: str, epochs: int, workers: int, more: Mapping[str, str]) -> str:
     """The loop of the page in double precision, at a global batch and a rate for any world size.
 
     391 samples in batches of 39: parts differ in size, and the last one is empty on most ranks.
     """
     for old, new in {
-        "torch.randn(1000, 8)": "torch.randn(391, 8, dtype=torch.float64)",
-        "(1000,)": "(391,)",
         "torch.nn.Linear(8, 3)": "torch.nn.Linear(8, 3, dtype=torch.float64)",
         "32 * world.size": "39",
         "epochs, workers = 3, 0": f"epochs, workers = {epochs}, {workers}",
         "scale_learning_rate(0.1": 'scale_learning_rate(0.1, scaling="none"',
-        "patience=2": "patience=0, threshold=0.1",
+        **more,
     }.items():
         assert script.count(old) == 1, old
         script = script.replace(old, new)
@@ -77,7 +83,7 @@ def test_all_that_the_page_puts_into_a_loop_is_the_same_at_1_2_and_3_ranks(tmp_p
         folder = tmp_path / str(number)
         folder.mkdir()
         for epochs, workers in runs:
-            (folder / "own.py").write_text(exact(script, epochs, workers))
+            (folder / "own.py").write_text(exact(script, epochs, workers, DATA | PLATEAU))
             mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number), sys.executable]
             # Workers import the script anew, which resident ranks have not started from.
             fresh = workers and run([*mpirun, "own.py"], cwd=folder)
@@ -94,6 +100,152 @@ def test_all_that_the_page_puts_into_a_loop_is_the_same_at_1_2_and_3_ranks(tmp_p
         assert others == [rate, losses, pytest.approx(best, rel=1e-9)]
         for name, value in weights.items():
             assert np.linalg.norm(value - values[name]) <= 1e-9 * np.linalg.norm(value)
+
+
+def weights(script: str, number: int, folder: Path, *, fresh: bool = False) -> Weights:
+    """Run a script of the page on ``number`` ranks; return the weights of its last checkpoint."""
+    folder.mkdir()
+    (folder / "own.py").write_text(script)
+    mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number), sys.executable]
+    started = run([*mpirun, "own.py"], cwd=folder) if fresh else None
+    outcome = started or resident.ranks(number, "own.py", cwd=folder)
+    assert outcome.code == 0, outcome.err
+    newest = sorted((folder / "own-checkpoints").glob("step-*"))[-1]
+    return safetensors.numpy.load_file(newest / "model.safetensors")
+
+
+def assert_equal(one: Weights, *others: Weights) -> None:
+    for other in others:
+        for name, value in one.items():
+            assert np.linalg.norm(value - other[name]) <= 1e-9 * np.linalg.norm(value)
+
+
+def test_a_samples_random_numbers_depend_on_no_rank_and_no_worker(tmp_path: Path) -> None:
+    """Of random, NumPy and PyTorch; workers that are kept see the epoch."""
+    found, draws = [], []
+    for number, workers in ((1, 0), (2, 2), (3, 1)):
+        folder = tmp_path / str(number)
+        script = exact(pages.own_script_with_augmentation(), 2, workers, {"1000": "150"})
+        found.append(weights(script, number, folder, fresh=True))
+        draws.append(set((folder / "draws").read_text().splitlines()))
+    assert_equal(*found)
+    assert draws == [draws[0]] * 3
+    for column, distinct in enumerate((2, 150, 300, 300, 300)):  # epoch, index, random numbers
+        assert len({line.split()[column] for line in draws[0]}) == distinct
+
+
+HEAD = """
+import itertools
+import sys
+from pathlib import Path
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
+from hvdtrain import adapter
+
+hvd = adapter("pytorch", *sys.argv[1:])
+world = hvd.initialize()
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 4)
+        self.cells = torch.nn.GRU(4, 5)
+        self.head = torch.nn.Linear(5, 7)
+    def forward(self, x, hidden=None):
+        output, hidden = self.cells(self.embed(x), hidden)
+        return self.head(output), hidden
+
+tokens = torch.arange(60) ** 2 % 7
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+"""
+START = """
+model, optimizer = hvd.distribute_optimizer(model, optimizer)
+hvd.broadcast_state(model, optimizer)
+"""
+TRAIN = """
+for rows in itertools.islice({rows}, 8):
+    x, y = (tensor.T for tensor in rows)
+    optimizer.zero_grad()
+    cross_entropy(model(x)[0].flatten(0, 1), y.flatten()).backward()
+    optimizer.step()
+"""
+SAVE = """
+hvd.save_checkpoint("own-checkpoints", model, optimizer, state={"step": 1})
+"""
+PAIRS = "((tokens[i : i + 5], tokens[i + 1 : i + 6]) for i in range(50))"
+RECIPES = {  # by heading: what comes before and after it
+    "Random windows of a text": (
+        "block, batch = 5, 6\n",
+        START + TRAIN.format(rows="map(windows, shards.epoch(0))"),
+    ),
+    "Streams": (
+        "",
+        START + TRAIN.format(rows=f"of_this_rank({PAIRS}, 6 // world.size)"),
+    ),
+    "A hidden state along batches": (
+        f"{START}columns, length = tokens[:54].reshape(6, 9).T, 3\n",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("heading", [*RECIPES, "Schedulers of PyTorch"])
+def test_a_recipe_is_the_same_at_1_2_and_3_ranks(heading: str, tmp_path: Path) -> None:
+    if heading in RECIPES:
+        before, after = RECIPES[heading]
+        script = HEAD + before + pages.recipe(heading) + after + SAVE
+    else:
+        script = exact(pages.own_script_with_cycle(), 3, 0, DATA | {"0.1 * world.size": "0.1"})
+    assert_equal(*(weights(script, number, tmp_path / str(number)) for number in (1, 2, 3)))
+
+
+DOWNLOAD = """
+def download(folder):
+    {how}
+    Path(folder).mkdir()
+    Path(folder, "data").touch()
+
+def MyDataset(folder, download):
+    return Path(folder, "data").stat()
+
+"""
+
+
+@pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+@pytest.mark.parametrize("how", ["pass", "raise OSError('no network')"])
+def test_one_rank_downloads_and_the_others_wait(how: str, strategy: str, tmp_path: Path) -> None:
+    recipe = pages.recipe("Download on one rank")
+    (tmp_path / "own.py").write_text(HEAD + DOWNLOAD.format(how=how) + recipe)
+    outcome = resident.ranks(3, "own.py", strategy, cwd=tmp_path)
+    assert (outcome.code == 0, "no network" in outcome.err) == (how == "pass", how != "pass")
+
+
+SAVES = """
+x = tokens[:24].reshape(4, 6)
+model, optimizer = hvd.distribute_optimizer(model, optimizer)
+hvd.broadcast_state(model, optimizer)
+cross_entropy(model(x)[0].flatten(0, 1), x.flatten()).backward()
+optimizer.step()
+if world.is_writer: torch.save(model.state_dict(), "model.pt")
+"""
+
+
+@pytest.mark.parametrize("strategy", ["horovod", "ddp", "zero", "mpi"])
+def test_my_own_save_may_stay(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(HEAD + SAVES + SAVE)
+    outcome = resident.ranks(2, "own.py", strategy, cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    mine = torch.load(tmp_path / "model.pt", weights_only=True)
+    files = (tmp_path / "own-checkpoints" / "step-000000001").glob("model*.safetensors")
+    saved = {name: value for file in files for name, value in load_file(file).items()}
+    prefix = "module." if strategy in ("ddp", "zero") else ""
+    assert mine.keys() == {prefix + name for name in saved}
+    assert all(torch.equal(mine[prefix + name], value) for name, value in saved.items())
 
 
 def test_the_page_saves_in_the_background(tmp_path: Path) -> None:
