@@ -33,14 +33,14 @@ ENDING = ("SIGTERM", "SIGINT")  # mpirun ends its ranks on these and forwards th
 AGAIN = "run the same command again to continue"
 NOTHING_SAVED = "nothing was saved (no --checkpoint-dir)"
 # Stop signals of batch systems, of `hvdtrain launch` and of the terminal.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG, signal.SIGINT)
 
 
 def on_stop_signal(want_stop: Callable[[str], None]) -> dict[int, Any]:
     """Call ``want_stop`` with the signal's name when this process receives a stop signal.
 
-    PBS and Slurm send TERM (if requested, USR1 or USR2 ahead of time), a terminal INT. A second
-    INT ends the process at once.
+    PBS and Slurm send TERM (if requested, URG, USR1 or USR2 ahead of time), a terminal INT. A
+    second INT ends the process at once.
     """
 
     def handle(number: int, _: FrameType | None) -> None:

@@ -132,7 +132,7 @@ class BestModelCheckpoint(ModelCheckpoint):
 class BackupAndRestore(ModelCallback):
     """Save the training after each epoch, in the background, and resume it when it is run again.
 
-    On SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 on any rank, and near the walltime of the batch job, all
+    On SIGTERM, SIGINT, SIGUSR1, SIGUSR2 or SIGURG on any rank, and near the job's walltime, all
     ranks complete the current batch, or the validation after it, save, and exit with code 75. Run
     again, ``fit`` continues with the next batch; the metrics of that epoch cover only its rest.
 

@@ -230,6 +230,19 @@ def test_a_chain_of_interrupted_jobs_equals_an_uninterrupted_job(
     assert newest_checkpoint(user.directory) == newest_checkpoint(uncut.directory)
 
 
+def test_the_printed_command_saves_and_ends_a_running_job(user: User) -> None:
+    words = ("--walltime", "0:10:00", "--scheduler", "slurm", "--", *TRAINING[:9])
+    words += (*TRAINING[11:], "--epochs", "2000")
+    outcome = user.submits(*words)
+    number = outcome.out.strip()
+    (stop,) = re.findall(r"^stop: +(.*\S)  \(", outcome.err, re.MULTILINE)
+    until(lambda: "step " in user.log(number), seconds=PATIENCE, detail=lambda: user.log(number))
+    user.types(*stop.split())
+    assert user.ended(number)["ExitCode"] == "75:0", user.log(number)
+    assert "hvdtrain: SIGURG: stopped after step" in user.log(number)
+    assert newest_checkpoint(user.directory)
+
+
 # A user's program in a chain, which saves, and is killed the first time.
 KILLED_ONCE = """
 import os, subprocess, time

@@ -88,6 +88,7 @@ class Dialect(ABC):
     shebang: str = "#!/bin/bash -l"  # a login shell: only there modules are always available
     change: str  # how to set a variable of the script, for its comment
     listing: str = ""  # the command that lists jobs
+    stop: tuple[str, ...] = ()  # the command by which a running job saves and ends, without its id
     inherits: bool = True  # whether a job has the environment of its submission
     nodes: str  # bash expression for the number of nodes of the job
     prologue: tuple[str, ...] = ()  # bash that undoes effects of the batch system on a job
@@ -135,7 +136,7 @@ class Local(Dialect):
 
     name, suffix = "none", ".sh"
     shebang = "#!/bin/bash"
-    change = "NAME=VALUE bash SCRIPT"
+    change, stop = "NAME=VALUE bash SCRIPT", ("kill", "-URG")
     nodes = "1"
     in_job = False
 

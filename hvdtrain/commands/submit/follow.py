@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -20,14 +20,14 @@ from hvdtrain.commands.submit.dialect import (
     array_state,
 )
 from hvdtrain.errors import EXIT_INTERRUPTED, HvdtrainError
-from hvdtrain.system.runtime.command import run
+from hvdtrain.system.runtime.command import TIMED_OUT, Command, run
 
 log = logging.getLogger(__name__)
 
 LOG_PERIOD = 1.0  # seconds between two reads of the log
 QUERY_FIRST, QUERY_LAST = 1.0, 10.0  # seconds between two queries, which load the batch system
-QUERY_TIMEOUT = 30.0  # seconds
-MISSES = 5  # consecutive queries without an answer before an error
+QUERY_TIMEOUT = 60.0  # seconds
+SERVER_TIMEOUT = 600.0  # seconds without an answer before an error: a server is restarted meanwhile
 NO_LOG = 30.0  # seconds that a job may run without a log before the reason is shown
 DELIVERY = 10.0  # seconds in which PBS may still deliver the log of a job that has ended
 
@@ -67,10 +67,13 @@ def follow(
         try:
             state = FollowedJob(dialect, job, exit_file, out).wait()
         except KeyboardInterrupt:
-            log.info("\njob %s continues; to delete it: %s", job.id, delete)
+            stop = Command((*dialect.stop, job.id)).show()
+            log.info("\njob %s continues; to save and end it: %s", job.id, stop)
+            log.info("to delete it: %s", delete)
             return State(RUNNING, "running", EXIT_INTERRUPTED)
         if state.failure:
-            raise HvdtrainError(f"job {job.id}: {state.failure}; to delete it: {delete}")
+            state_log = f"{state.failure}; log {next(iter(job.logs.values())).absolute()}"
+            raise HvdtrainError(f"job {job.id}: {state_log}; to delete it: {delete}")
         if state.ran:
             end = state
         if chain_file and chain.is_last(chain.read(chain_file), job.id):
@@ -78,15 +81,19 @@ def follow(
     return end
 
 
-def query_state(dialect: Dialect, job: str) -> tuple[State | None, str]:
-    """Return the state of a job, or None and the output of the query."""
+def query_state(
+    dialect: Dialect, job: str, meanwhile: Callable[[], None] | None = None
+) -> tuple[State | None, str]:
+    """Return the state of a job, or None and the output of the query; see ``run``."""
     output = ""
     for query in dialect.queries(job):
-        result = run(query.command, timeout=QUERY_TIMEOUT)
+        result = run(query.command, timeout=QUERY_TIMEOUT, meanwhile=meanwhile)
         state = query.read(result.output)
         if state and (result.ok or state.phase == GONE):
             return state, ""
-        output = output or " ".join(result.output.split())
+        output = " ".join(result.output.split())
+        if result.exit_code == TIMED_OUT:
+            return None, f"no answer of {query.command.argv[0]} for {QUERY_TIMEOUT:g} s"
     return None, output
 
 
@@ -124,35 +131,47 @@ class FollowedJob:
     host: str = ""  # its first host
 
     def wait(self) -> State:
-        """Show changes until the job has ended; return its final state.
-
-        Raises:
-            HvdtrainError: the batch system does not answer.
-        """
-        shown, wait, misses, due = "", QUERY_FIRST, 0, 0.0
+        """Show changes until the job has ended or has failed to start; return its final state."""
+        shown, wait, due, answered = "", QUERY_FIRST, 0.0, time.monotonic()
+        self.tails = {path: Tail(path) for path in self.job.logs.values()}
         while True:
             if time.monotonic() >= due:
-                state, output = query_state(self.dialect, self.job.id)
+                state = self._query(answered)
                 wait = min(QUERY_LAST, 1.2 * wait)
                 due = time.monotonic() + wait
-                misses = 0 if state else misses + 1
-                if misses == MISSES:
-                    raise HvdtrainError(f"the state of job {self.job.id} is unknown: {output}")
-                for path in state.logs if state else ():
-                    self.tails.setdefault(path, Tail(path))
-                self.host = state.host or self.host if state else self.host
-                if state and state.failure:
+                if state.failure:
                     return state
-                if state and state.phase in (ENDED, GONE):
-                    break
-                if state and state.detail != shown:
+                if state.phase in (ENDED, GONE):
+                    return self._end(state)
+                if state.phase:
+                    answered = time.monotonic()
+                if state.detail != shown:
                     shown = state.detail
                     log.info("job %s: %s", self.job.id, shown)
-                if state and state.phase == RUNNING:
+                if state.phase == RUNNING:
                     self._check_log()
             self._show()
             time.sleep(LOG_PERIOD)
-        return self._end(state)
+
+    def _query(self, answered: float) -> State:
+        """Return the state of the job; without a phase if the batch system does not answer.
+
+        ``answered`` is the time of its last answer (monotonic clock).
+        """
+        state, output = query_state(self.dialect, self.job.id, self._show)
+        if state:
+            self.host = state.host or self.host
+            if not any(path.exists() for path in self.tails):
+                # The path that submit chose comes first: PBS writes letters outside ASCII as "^C".
+                self.tails |= {path: Tail(path) for path in state.logs if path.exists()}
+            return state
+        if all(map(self._exit_text, self.job.logs)):  # it has ended
+            return State(GONE)
+        minutes = f"{SERVER_TIMEOUT / 60:g} min"
+        if time.monotonic() > answered + SERVER_TIMEOUT:
+            why = f"the batch system has not answered for {minutes} ({output}); the job continues"
+            return State("", failure=why)
+        return State("", f"no answer of the batch system, trying for {minutes}")
 
     def _check_log(self) -> None:
         """Report once why there may be no log while the job runs."""
@@ -170,9 +189,6 @@ class FollowedJob:
 
     def _end(self, state: State) -> State:
         """Show the last lines and the end of the job, by its exit file if PBS has forgotten it."""
-        if state.logs or not self.tails:  # Slurm reports another log for tasks that wait
-            logs = state.logs or self.job.logs.values()
-            self.tails = {path: self.tails.get(path, Tail(path)) for path in logs}
         if state.ran:
             self._last_lines(state)
         numbers = list(self.job.logs)
@@ -201,14 +217,17 @@ class FollowedJob:
 
     def _complete(self, state: State, number: str) -> State:
         """Complete a state by the exit file of the script: PBS may forget a job at its end."""
+        path = self.job.logs[number]
+        if state.ran and (path.exists() or not any(log.exists() for log in state.logs)):
+            state = replace(state, logs=(path,))
         if state.phase == ENDED and (state.exit_code is not None or not state.ran):
             return state
-        text, path = self._exit_text(number), self.job.logs[number]
+        text = self._exit_text(number)
         seen = self.running is not None and number == chain.number(self.job.id)
         if text is None and not path.exists() and not seen:
             return NEVER_RAN
         code = int(text) if text and text.strip().isdecimal() else None
-        return State(ENDED, state.detail or "ended", code, state.logs or (path,))
+        return State(ENDED, state.detail or "ended", code, state.logs)
 
     def _exit_text(self, number: str) -> str | None:
         """Return the content of the exit file: empty while the job runs; None: no file."""

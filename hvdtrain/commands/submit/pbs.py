@@ -63,6 +63,8 @@ class Pbs(Dialect):
 
     name, suffix = "pbs", ".pbs"
     change, listing = "qsub -v NAME=VALUE,NAME=VALUE SCRIPT", "qstat"
+    # The login shell above a script has no trap: USR1 or TERM ends it and the job. It ignores URG.
+    stop = ("qsig", "-s", "SIGURG")
     nodes = '${SLURM_JOB_NUM_NODES:-$(sort -u "${PBS_NODEFILE:-/etc/hostname}" | wc -l)}'
 
     prologue = (
@@ -77,6 +79,7 @@ class Pbs(Dialect):
     def __init__(self, wraps_slurm: bool = False) -> None:
         """Set ``wraps_slurm`` if qsub and qstat are Slurm's Torque wrappers."""
         self.wraps_slurm = self.inherits = wraps_slurm
+        self.stop = slurm.Slurm.stop if wraps_slurm else Pbs.stop
 
     @override
     def directives(self, job: Job, site: Site) -> list[str]:
@@ -218,18 +221,17 @@ def _state(name: str, values: Mapping[str, str]) -> State | None:
         code,
         log_files(path),
         host=values.get("exec_host", "").partition("/")[0],
-        failure=_failure(letter, comment, path),
+        failure=_failure(letter, comment),
     )
 
 
-def _failure(letter: str, comment: str, log: str) -> str:
+def _failure(letter: str, comment: str) -> str:
     """Return the reason why PBS will not start a job; empty: it will."""
     if letter != "H" or HELD not in comment:
         return ""
     return (
-        f"PBS could not start it and holds it ({comment}); probably the directory of its log, "
-        f"{Path(log).parent}, does not exist on the node: submit from a directory shared by all "
-        "nodes, or specify one by --logs"
+        f"PBS could not start it and holds it ({comment}); probably the directory of its log does "
+        "not exist on the node: submit from a directory that all nodes share, or use --logs"
     )
 
 

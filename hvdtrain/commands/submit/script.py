@@ -38,8 +38,10 @@ def script_text(
             empty: the job is not followed.
     """
     comments = [f"# {line}".rstrip() for line in job.comment.splitlines()]
+    # Of the class: a script for PBS is the same where its commands are wrappers of Slurm.
+    stop = [f"# To save and end early: {' '.join(type(dialect).stop)} JOB"] * dialect.in_job
     blocks = [
-        [dialect.shebang, *comments, *dialect.directives(job, site)],
+        [dialect.shebang, *comments, *dialect.directives(job, site), *stop],
         list(dialect.prologue),
         _variables(job, dialect),
         _exit_code(job, exit_file) if exit_file else [],

@@ -38,6 +38,7 @@ class Slurm(Dialect):
 
     name, suffix = "slurm", ".slurm"
     change, listing = "sbatch --export=ALL,NAME=VALUE SCRIPT", "squeue"
+    stop = ("scancel", "--full", "-s", "URG")  # without --full it signals steps, not the script
     nodes = "$SLURM_JOB_NUM_NODES"
 
     @override

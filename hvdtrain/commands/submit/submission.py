@@ -23,7 +23,7 @@ from hvdtrain.commands.submit.site import Site, check_limits, load_site
 from hvdtrain.commands.submit.slurm import Slurm
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.output import Report
-from hvdtrain.system.runtime.command import NOT_FOUND, TIMED_OUT, run
+from hvdtrain.system.runtime.command import NOT_FOUND, TIMED_OUT, Command, run
 from hvdtrain.system.runtime.walltime import show_clock
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,8 @@ def _report(job: Job, dialect: Dialect, files: JobFiles, jobs: list[SubmittedJob
     log.info("script: %s\nlog:    %s", files.script, " ... ".join(logs[:: len(logs) - 1 or 1]))
     # The last first: PBS also deletes jobs that wait for a deleted one.
     log.info("cancel: %s", dialect.delete(ids[::-1]).show())
+    running = "JOB" if job.chain else ids[0]
+    log.info("stop:   %s  (a training saves first)", Command((*dialect.stop, running)).show())
     data = {"ok": True, "jobs": ids, "script": str(files.script), "logs": logs}
     if not job.follow:
         return Report("\n".join(ids), data)

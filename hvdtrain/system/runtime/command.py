@@ -86,9 +86,12 @@ class CommandResult:
 
 
 def run(
-    command: Command, on_line: Callable[[str], None] | None = None, timeout: float | None = None
+    command: Command,
+    on_line: Callable[[str], None] | None = None,
+    timeout: float | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> CommandResult:
-    """Run ``command`` to its end; ``on_line`` is called with each line as it is written.
+    """Run ``command`` to its end; ``on_line`` is called with each line, ``meanwhile`` each second.
 
     The program leads a new process group, which is ended after the timeout or if this process is
     interrupted: a compiler must not keep running after Ctrl-C.
@@ -107,7 +110,7 @@ def run(
             return CommandResult(command, NOT_FOUND, f"{command.argv[0]}: {error.strerror}")
         try:
             held.release()
-            lines, late = _read(process, on_line, timeout)
+            lines, late = _read(process, on_line, timeout, meanwhile)
         except BaseException:
             _end_group(process)
             raise
@@ -238,7 +241,10 @@ def termination_as_interrupt() -> Iterator[None]:
 
 
 def _read(
-    process: subprocess.Popen[str], on_line: Callable[[str], None] | None, timeout: float | None
+    process: subprocess.Popen[str],
+    on_line: Callable[[str], None] | None,
+    timeout: float | None,
+    meanwhile: Callable[[], None] | None,
 ) -> tuple[list[str], bool]:
     """Return the lines of ``process`` until its output is closed, and whether it timed out.
 
@@ -262,6 +268,8 @@ def _read(
             lines.append(line)
             if on_line:
                 on_line(line.rstrip("\n"))
+        if meanwhile:
+            meanwhile()
 
 
 def _forward_lines(process: subprocess.Popen[str], arrived: queue.SimpleQueue[str | None]) -> None:

@@ -33,8 +33,12 @@ NAMES = (*MPIRUNS, "prted", "orted")  # and its daemons on other hosts
 # Prefix of namespaces whose daemons serve several jobs (`prte` and `prun`).
 SHARED = "prte-"
 
-# Signals by which batch systems and terminals stop a job.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Signals by which batch systems and terminals stop a job. URG is the one that reaches the ranks of
+# a PBS job: it goes to every process, and most others would end the login shell above the script.
+STOP_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG),
+)
 
 FORWARD = 1.0  # seconds for mpirun to forward the rank's output
 TIMES = 3  # number of SIGINTs: orderly end, warning, immediate end

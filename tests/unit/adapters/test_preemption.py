@@ -36,7 +36,9 @@ def started(*words: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG, signal.SIGINT]
+)
 def test_a_signal_asks_and_does_not_kill(number: signal.Signals) -> None:
     with started(PROGRAM) as process:
         try:
@@ -82,7 +84,7 @@ for _ in range(3000):  # one long sleep would begin after the signal now and the
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG])
 @pytest.mark.parametrize("case", ["resumes", "begins anew", "has none"])
 def test_a_signal_before_the_first_step(number: signal.Signals, case: str, tmp_path: Path) -> None:
     if case != "has none":

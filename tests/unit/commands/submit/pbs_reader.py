@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,8 +130,10 @@ class Node:
         nodefile = self.root / "spool" / "nodes"
         lines = [host for host in hosts for _ in range(int(chunk.get("mpiprocs", "1")))]
         nodefile.write_text("".join(f"{line}\n" for line in lines))
-        return subprocess.Popen(
-            [str(script)],
+        # PBS's mom writes the path to the standard input of the user's login shell.
+        job: subprocess.Popen[str] = subprocess.Popen(
+            ["-bash"],
+            executable="/bin/bash",
             cwd=self.root / "home",
             env={
                 "HOME": str(self.root / "home"),
@@ -146,9 +149,14 @@ class Node:
                 "OMP_NUM_THREADS": chunk.get("ncpus", "1"),
                 **values,
             },
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        assert job.stdin is not None
+        job.stdin.write(f"{shlex.quote(str(script))}\n")
+        job.stdin.close()
+        job.stdin = None
+        return job

@@ -110,13 +110,58 @@ def test_ctrl_c_only_stops_following(
     jobs.add("7", f"{RUNNING} - one")
     assert followed(jobs, jobs.directory, "7", "8") == ("running", 130)
     assert (jobs.directory / "out").read_text() == "one\n"
-    assert "job 7 continues" in caplog.messages[-1]
-    assert caplog.messages[-1].endswith("rm 8 7")
+    assert caplog.messages[-2] == "\njob 7 continues; to save and end it: kill -URG 7"
+    assert caplog.messages[-1] == "to delete it: rm 8 7"
 
 
-def test_a_batch_system_that_no_longer_answers(jobs: Folder) -> None:
-    with pytest.raises(HvdtrainError, match=r"the state of job 7 is unknown: cat: .*No such"):
-        followed(jobs, jobs.directory, "7")
+def test_a_batch_system_that_no_longer_answers(
+    jobs: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log is shown meanwhile."""
+    (jobs.directory / "7.log").write_text("step 1\n")
+    monkeypatch.setattr(follow, "SERVER_TIMEOUT", 0.6)
+    away = r"job 7: the batch system has not answered for 0.01 min \(cat: .*No such .*\); "
+    with pytest.raises(HvdtrainError, match=rf"{away}the job continues; log .*/7.log; .*: rm 8 7"):
+        followed(jobs, jobs.directory, "7", "8")
+    assert (jobs.directory / "out").read_text() == "step 1\n"
+
+
+def test_a_batch_system_that_is_away_for_a_while(
+    jobs: Folder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More queries fail than a job may take: what counts is the time."""
+    answers = iter([f"{RUNNING} - one", *[""] * 20, f"{RUNNING} - two", f"{ENDED} 3 three"])
+    real = jobs.queries
+
+    def queries(job_id: str) -> Sequence[Query]:
+        line = next(answers)
+        (jobs.directory / job_id).unlink(missing_ok=True)
+        if line:
+            jobs.add(job_id, line)
+        return real(job_id)
+
+    monkeypatch.setattr(jobs, "queries", queries)
+    assert followed(jobs, jobs.directory, "7") == (ENDED, 3)
+    assert (jobs.directory / "out").read_text() == "one\ntwo\nthree\n"
+    away = "job 7: no answer of the batch system, trying for 10 min"
+    running = "job 7: running"
+    assert caplog.messages == [running, away, running, "job 7: ended, exit code 3"]
+
+
+def test_a_job_that_ends_while_the_batch_system_is_away(jobs: Folder) -> None:
+    (jobs.directory / "exit.7").write_text("5\n")
+    assert followed(jobs, jobs.directory, "7") == ("ended", 5)
+
+
+def test_the_log_is_shown_during_a_slow_query(
+    jobs: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = jobs.directory / "out"
+    (jobs.directory / "7.log").write_text("step 1\n")
+    waits = f"until grep -q step {out}; do sleep 0.01; done; echo '{ENDED} 0'"
+    query = Query(Command(("sh", "-c", waits)), lambda text: State(ENDED, ENDED, 0))
+    monkeypatch.setattr(jobs, "queries", lambda job_id: (query,))
+    assert followed(jobs, jobs.directory, "7") == (ENDED, 0)
 
 
 def test_a_chain_is_followed_to_its_end(jobs: Folder, tmp_path: Path) -> None:
@@ -219,9 +264,28 @@ def test_a_job_that_pbs_cannot_start(forgetful: Path) -> None:
     assert message.startswith(
         "job 37.pbs1: PBS could not start it and holds it (job held, too many "
     )
-    assert "/home/bob/work/hvdtrain-jobs, does not exist on the node" in message
+    assert "the directory of its log does not exist on the node" in message
     assert "--logs" in message
+    assert f"log {forgetful}/37.pbs1.log" in message
     assert message.endswith("qdel 38.pbs1 37.pbs1")
+
+
+def test_the_path_that_submit_chose_comes_first(
+    forgetful: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenPBS mangles letters outside ASCII in Output_Path; another path of a site counts."""
+    text = (forgetful / "qstat").read_text()
+    (forgetful / "qstat").write_text(text.replace("$PWD", "/home/^C^..bung"))
+    ran(forgetful, "7.pbs1", "3\n", 2)
+    assert followed(Pbs(), forgetful, "7.pbs1") == ("ended", 3)
+    assert (forgetful / "out").read_text() == "log of 7.pbs1\n"
+    assert caplog.messages[-1] == "job 7.pbs1: ended, exit code 3"
+    (forgetful / "qstat").write_text(text.replace("$PWD", f"{forgetful}/site"))
+    ran(forgetful, "8.pbs1", "0\n", 2)
+    (forgetful / "site").mkdir()
+    (forgetful / "8.pbs1.log").rename(forgetful / "site" / "8.pbs1.log")
+    assert followed(Pbs(), forgetful, "8.pbs1") == ("ended", 0)
+    assert (forgetful / "out").read_text() == "log of 8.pbs1\n"
 
 
 def test_a_log_that_is_never_delivered(forgetful: Path, caplog: pytest.LogCaptureFixture) -> None:

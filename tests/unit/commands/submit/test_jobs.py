@@ -138,8 +138,8 @@ printf '%s\\0' "$PWD" "${OMP_NUM_THREADS-unset}" "$HVDTRAIN_WALLTIME_ENDS" "$#" 
 """
 SAVES_ON_SIGNAL = f"""#!{sys.executable}
 import signal, sys, time
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda *_: (time.sleep(0.5), sys.exit(75)))
+for number in (signal.SIGTERM, signal.SIGURG):
+    signal.signal(number, lambda *_: (time.sleep(0.5), print("saved"), sys.exit(75)))
 open("ready", "w").close()
 time.sleep(60)
 """
@@ -261,15 +261,21 @@ def test_another_environment_or_none(node: Node) -> None:
     assert len(launches(node)) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])  # of qdel, of qsig
-def test_a_signal_to_every_process_lets_the_ranks_save(number: signal.Signals, node: Node) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"),
+    # Of qdel, after which PBS kills what is left some seconds after the login shell; and of qsig.
+    [(signal.SIGTERM, -signal.SIGTERM), (signal.Signals[Pbs.stop[-1]], 75)],
+)
+def test_a_signal_to_every_process_lets_the_ranks_save(
+    number: signal.Signals, code: int, node: Node
+) -> None:
     executable(node.submit / ".venv" / "bin" / "hvdtrain", SAVES_ON_SIGNAL)
     text = (JOBS / "mnist_1node.pbs").read_text()
     job = node.start(text, ("a",), read_script(text))
     until((node.submit / "ready").exists)
     os.killpg(job.pid, number)
     out, err = job.communicate(timeout=60)
-    assert (job.returncode, out, err) == (75, "", "")
+    assert (job.returncode, out, err) == (code, "saved\n", "")
 
 
 @pytest.mark.parametrize(
