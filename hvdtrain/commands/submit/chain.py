@@ -11,7 +11,7 @@ a file with a line of JSON per event:
     {"event": "over", "job": "12", "why": "..."}             the last job of the chain
 
 A job that is killed writes no ``end``. It is still followed by another if a checkpoint has been
-saved since it began; so no chain continues without progress.
+saved since it began; and once if not, as after a failure: the loss of a host does not recur.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import EXIT_OK, EXIT_USAGE
+from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
 from hvdtrain.system.files import read_regular
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import Command, run
@@ -69,12 +69,14 @@ def decide(events: Sequence[Event], progress: str) -> tuple[str, str]:
     began = last(events, "begin")
     if began is None:
         return GO, "the first job of the chain"
-    if began["progress"] == progress:
-        return (
-            STUCK,
-            f"job {began['job']} saved no new checkpoint: another job would make no progress",
-        )
-    return GO, f"resuming after job {began['job']}, from {progress.split()[0]}"
+    if began["progress"] != progress:
+        return GO, f"resuming after job {began['job']}, from {progress.split()[0]}"
+    why, ended = f"job {began['job']} saved no new checkpoint", last(events, "end")
+    tries = sum(event.get("progress") == progress for event in events)
+    in_order = ended and (ended["job"], ended["code"]) == (began["job"], EXIT_PREEMPTED)
+    if tries > 1 or in_order:
+        return STUCK, f"{why}: another job would make no progress"
+    return GO, f"{why}, but failed or was killed, perhaps with its host: one more try"
 
 
 def last(events: Sequence[Event], kind: str) -> Event | None:

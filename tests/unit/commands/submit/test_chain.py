@@ -61,7 +61,9 @@ def save(directory: Path, name: str) -> None:
     [
         # Also after a failure, and after a killed job, which records no code: None.
         *((True, code, [GO]) for code in (75, 1, 143, None)),
-        *((False, code, [STUCK, OVER]) for code in (75, 1, None)),
+        (False, 75, [STUCK, OVER]),
+        # A failed or killed job, e.g. by the loss of a host, does not show that all would.
+        *((False, code, [GO, STUCK, OVER]) for code in (1, 143, None)),
         (True, 0, [OVER]),  # the training is finished
         (True, 2, [OVER]),  # wrong use
     ],
@@ -125,7 +127,7 @@ def test_progress_is_the_newest_complete_checkpoint(saved: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from([75, 1, 143, None])), max_size=8))
-def test_a_chain_ends_one_job_after_the_last_progress(
+def test_a_chain_ends_at_most_two_jobs_after_the_last_progress(
     jobs: list[tuple[bool, int | None]],
 ) -> None:
     """Each job saves or not, and ends with a code or is killed."""
@@ -133,13 +135,13 @@ def test_a_chain_ends_one_job_after_the_last_progress(
     progress, idle = 0, 0
     for job, (saves, code) in enumerate(jobs):
         word, _ = decide(events, f"step {progress}")
-        if idle:
+        if idle > 1:
             assert word in (STUCK, OVER)
             events.append({"event": "over", "why": "stuck"})
             continue
         assert word == GO
         events.append({"event": "begin", "job": str(job), "progress": f"step {progress}"})
         progress += saves
-        idle += not saves
+        idle = 0 if saves else 2 if code == 75 else idle + 1
         if code is not None:
             events.append({"event": "end", "job": str(job), "code": code})
