@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import (
     Allocation,
+    Host,
     RankLayout,
     find_allocation,
     lay_out,
@@ -25,13 +28,17 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import packages, physical_cores
 from hvdtrain.system.machine.threads import (
+    HOST_CORES,
     batch_share,
     job_cores,
     launch_threads,
     requested_threads,
 )
-from hvdtrain.system.runtime.command import Command
+from hvdtrain.system.runtime.command import Command, run
+from hvdtrain.system.runtime.walltime import PATIENCE, question
 from hvdtrain.system.settings import read_settings
+
+_CHUNK = re.compile(r"([^/+.]+)[^/+]*/\d+(?:\*(\d+))?")  # of exec_host: node1/0*2+node2/0*4
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
     check_request(request, environ)
     allocation = choose_hosts(request.hosts, request.hostfile, environ)
     layout = lay_out(request.ranks, allocation, request.ppn)
+    environ = with_host_cores(environ, layout.hosts)
     mpi = find_mpi(environ)
     cores, share = physical_cores(), batch_share(environ)
     if mpi.dialect == "srun" and share:
@@ -118,6 +126,7 @@ def prepare_agents(request: Request, environ: Mapping[str, str]) -> dict[str, Co
             raise UsageError(f"--min {fewest}: more than --max {ranks} or the {slots} slots")
         ranks = min(slots, ranks)
     layout = lay_out(ranks, allocation, request.ppn)
+    environ = with_host_cores(environ, layout.hosts)
     threads = choose_threads(request, layout, physical_cores(), environ)
     return agent_commands(layout, request.words, threads, environ, fewest)
 
@@ -131,6 +140,23 @@ def choose_hosts(
     if hostfile is not None:
         return Allocation("--hostfile", read_hostfile(hostfile, "--hostfile"))
     return find_allocation(environ)
+
+
+def with_host_cores(environ: Mapping[str, str], hosts: Sequence[Host]) -> Mapping[str, str]:
+    """Return ``environ`` with ``HOST_CORES`` if PBS's chunks differ, or ``hosts`` have several.
+
+    It is the number for the fullest host with which no rank of any host gets more than its share.
+    """
+    command = question(environ) if "PBS_NODEFILE" in environ else None
+    text = run(command, timeout=PATIENCE).output.replace("\n\t", "") if command else ""
+    line = re.search(r"^ *exec_host = (.*)$", text, re.MULTILINE)
+    cores: Counter[str] = Counter()
+    for name, number in _CHUNK.findall(line[1] if line else ""):
+        cores[name] += int(number or 1)
+    shares = [cores[host.name.partition(".")[0]] / host.slots for host in hosts]
+    share = int(min(shares, default=0) * max((host.slots for host in hosts), default=0))
+    known = share and str(share) != environ.get("NCPUS")
+    return {**environ, HOST_CORES: str(share)} if known else environ
 
 
 def check_request(request: Request, environ: Mapping[str, str]) -> None:

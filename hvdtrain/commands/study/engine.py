@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.launch.hosts import Allocation, lay_out
-from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare
+from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare, with_host_cores
 from hvdtrain.commands.study.command_options import difference
 from hvdtrain.commands.study.curves import Target, read_target
 from hvdtrain.config.declare import option
@@ -355,7 +355,7 @@ def find_share(options: StudyOptions, sizes: Sequence[int]) -> HostShare:
     """
     hosts = choose_hosts(options.hosts, options.hostfile, os.environ)
     ranks = fullest_host(sizes, options.ppn, hosts)
-    threads = options.threads or equal_threads(ranks, os.environ)
+    threads = options.threads or equal_threads(ranks, with_host_cores(os.environ, hosts.hosts))
     if gpus := count_gpus(os.environ):
         return HostShare(f"{plural(gpus, 'GPU')} per host", None, threads, ranks)
     cores = physical_cores()

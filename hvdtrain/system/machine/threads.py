@@ -19,7 +19,8 @@ from hvdtrain.system.machine.limits import cpu_quota, physical_cores
 from hvdtrain.system.runtime.detect import LAUNCHERS, detect
 
 THREADS = "OMP_NUM_THREADS"
-SHARES = ("SLURM_CPUS_ON_NODE", "NCPUS")  # the job's number of cores on this host
+HOST_CORES = "PBS_HOST_CORES"  # set by ``launch`` if NCPUS, of the first chunk, is another number
+SHARES = (HOST_CORES, "SLURM_CPUS_ON_NODE", "NCPUS")  # the job's number of cores on this host
 BATCH = ("PBS_JOBID", *SHARES)
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # Variables that distinguish processes of different jobs.
@@ -208,8 +209,8 @@ def launch_threads(
 ) -> int | None:
     """Return the OMP_NUM_THREADS to set for the ranks; None: leave it to the program.
 
-    A job with a part of a host is not bound to it, so its ranks would use the whole host; and other
-    programs read the value of PBS.
+    A job with a part of a host is not bound to it, so its ranks would use the whole host; other
+    programs read the value of PBS; and the ranks would take NCPUS for the cores of their host.
 
     Args:
         ranks_per_host: number of ranks that share the cores of a host, even if fewer run.
@@ -222,7 +223,7 @@ def launch_threads(
     if requested_threads(environ) is not None:
         return None
     allocated = job_cores(cores, environ)
-    if known and (allocated < cores or set_by_pbs(environ)):
+    if known and (allocated < cores or set_by_pbs(environ) or HOST_CORES in environ):
         return max(1, allocated // ranks_per_host)
     return max(1, cores // ranks_per_host) if fill else None
 

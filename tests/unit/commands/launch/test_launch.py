@@ -13,9 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.commands.launch.argv import Launch
-from hvdtrain.commands.launch.hosts import Allocation, Host, lay_out
+from hvdtrain.commands.launch.hosts import Allocation, Host, RankLayout, lay_out, parse_hosts
 from hvdtrain.commands.launch.launcher_choice import MpiLauncher
-from hvdtrain.commands.launch.prepare import Request, choose_threads, notes, prepare
+from hvdtrain.commands.launch.prepare import (
+    Request,
+    choose_threads,
+    notes,
+    prepare,
+    with_host_cores,
+)
 from hvdtrain.commands.launch.rank_output import (
     MARKS,
     REASON,
@@ -26,6 +32,7 @@ from hvdtrain.commands.launch.rank_output import (
     split_endings,
 )
 from hvdtrain.errors import UsageError
+from tests.conftest import executable
 from tests.unit.system.machine.test_threads import in_pbs
 
 # The rank of a line
@@ -296,3 +303,44 @@ def test_threads_of_a_rank_are_its_share_of_the_allocated_cores(
     assert choose_threads(request_, layout, 64, environ | no_gpus) == threads
     if threads and environ.get("NCPUS") != "2":
         assert notes(job(cores=64, environ=environ, threads=threads)) == []
+
+
+# Output of qstat -f of OpenPBS for -l select=2:ncpus=2:mpiprocs=2+1:ncpus=4:mpiprocs=1.
+EXEC_HOST = """#!/bin/sh
+cat <<'END'
+Job Id: 7.pbs1
+    exec_host = node1/0*2+node1/1*2+node
+\t2.cluster/0*4+node3/0
+END
+"""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ncpus", "threads", "warns"),
+    [
+        ("node1:2", 2, 2, False),  # two chunks on a host
+        ("node1:4", 2, 1, False),
+        ("node1:4", 4, 1, False),
+        ("node2:2", 2, 2, False),  # a chunk larger than the first
+        ("node2:8", 2, 1, True),
+        ("node3:1,node2:4", 1, 1, False),
+        ("node1:4,node2.cluster:1", 2, 1, False),
+        ("elsewhere:2", 2, 1, False),  # unknown: NCPUS
+    ],
+)
+def test_the_cores_of_a_host_are_those_of_its_chunks(
+    hosts: str,
+    ncpus: int,
+    threads: int,
+    warns: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executable(tmp_path / "qstat", EXEC_HOST)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    layout = RankLayout(0, parse_hosts(hosts))
+    job_environ = in_pbs(ncpus, ncpus) | {"PBS_NODEFILE": "x", "CUDA_VISIBLE_DEVICES": ""}
+    environ = with_host_cores(job_environ, layout.hosts)
+    assert choose_threads(Request(0, ()), layout, 64, environ) == threads
+    warnings = notes(job(cores=64, layout=layout, environ=environ, threads=threads))
+    assert bool(warnings) == warns
