@@ -26,6 +26,7 @@ CHAIN_LIMIT = 10
 LOGS = Path("hvdtrain-jobs")
 DIRECTIVE = re.compile(r"^#(PBS|SBATCH)\b", re.MULTILINE)
 _PLAIN = re.compile(r"[A-Za-z0-9][\w.@:/=+-]*", re.ASCII)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _ARRAY = re.compile(r"(\d+)-(\d+)(?::([1-9]\d*))?", re.ASCII)
 _MEMORY = re.compile(r"([1-9]\d*)\s*([kmgt])i?b?", re.IGNORECASE)
@@ -82,13 +83,19 @@ def task_range(text: str) -> str:
     return text
 
 
+def directive_line(text: str) -> str:
+    """Read an option of qsub or sbatch for a line of the script."""
+    if not re.fullmatch(r"-\S.*", text) or _CONTROL.search(text):
+        raise ValueError(f"{text!r}: must be an option of qsub or sbatch, without #PBS or #SBATCH")
+    if re.match(r"-l\s*(select|nodes|walltime)=", text):  # PBS refuses two of a kind
+        raise ValueError(f"{text!r}: written by submit; use its options, or the key `select`")
+    return text
+
+
 def setup_line(text: str) -> str:
     """Read a line of shell."""
     if DIRECTIVE.search(text):
-        raise ValueError(
-            f"{text!r}: a directive after the first command is ignored; use `directives` in a "
-            "--site file"
-        )
+        raise ValueError(f"{text!r}: a directive after the first command is ignored: --directive")
     if "\r" in text:
         raise ValueError(f"{text!r}: remove the DOS line ends, which sbatch refuses")
     return text
@@ -151,6 +158,12 @@ class Job:
     )
     name: str | None = _resource(
         "name of the job (derived from the command)", job_name, metavar="NAME"
+    )
+    email: str | None = _resource("address for mail when the job ends", plain_word, metavar="WHO")
+    directive: tuple[str, ...] = _repeated(
+        "option of qsub or sbatch: --directive='-W umask=027'; may be repeated",
+        directive_line,
+        metavar="LINE",
     )
     array: str | None = _resource(
         "range of array tasks; $TASK is the number of the task", task_range, metavar="A-B"
@@ -244,6 +257,7 @@ def job_of(parsed: argparse.Namespace) -> Job:
     return replace(
         job,
         command=tuple(parsed.command[parsed.command[:1] == ["--"] :]),
+        directive=tuple(job.directive),
         module=tuple(job.module),
         setup=tuple(job.setup),
         var=tuple(job.var),

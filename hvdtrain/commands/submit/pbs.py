@@ -88,7 +88,7 @@ class Pbs(Dialect):
         lines += [f"-A {job.account}"] if job.account else []
         lines.append(f"-l select={self._select(job, site)}")
         lines.append(f"-l walltime={show_clock(job.seconds)}")
-        has_placement = any("place=" in line for line in site.directives)
+        has_placement = any("place=" in line for line in (*site.directives, *job.directive))
         if (job.nodes > 1 or site.whole_nodes) and not has_placement:
             lines.append("-l place=scatter")  # without it PBS may put two chunks on one node
         lines += [f"-l filesystems={job.filesystems}"] if job.filesystems else []
@@ -97,7 +97,8 @@ class Pbs(Dialect):
         if job.requeue or not job.array:  # qsub refuses arrays that are not rerunable
             lines.append(f"-r {'y' if job.requeue else 'n'}")
         lines += ["-W tolerate_node_failures=all"] if job.tolerate_node_failures else []
-        lines += site.directives
+        lines += [f"-M {job.email}", "-m ae"] if job.email else []
+        lines += [*site.directives, *job.directive]
         # One file for both streams, written while the job runs, not only at its end.
         return [f"#PBS {line}" for line in [*lines, "-j oe", "-k oed"]]
 

@@ -70,9 +70,11 @@ def _variables(job: Job, dialect: Dialect) -> Lines:
 
 
 def _environment(job: Job, site: Site) -> Lines:
-    modules = (*site.modules, *job.module)
-    lines = [f"module load {' '.join(modules)} || exit 2"] if modules else []
-    lines += site.setup
+    site_modules, modules = (
+        [f"module load {' '.join(names)} || exit 2"] if names else []
+        for names in (site.modules, job.module)
+    )
+    lines = [*site_modules, *site.setup, *modules]  # site.setup: `module use`, for the latter
     if job.env and job.env != "none":
         lines += [
             "# The Python environment; its programs come first.",

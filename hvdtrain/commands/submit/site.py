@@ -21,6 +21,7 @@ from hvdtrain.commands.submit.job import (
     LONGEST_NAME,
     SCHEDULERS,
     Job,
+    directive_line,
     module_name,
     plain_word,
     setup_line,
@@ -53,6 +54,7 @@ class Site:
     queue: str | None = None  # default of ``--queue``
     queue_is_qos: bool = False  # Slurm: a queue is a quality of service, not a partition
     account: str | None = None  # default of ``--account``
+    account_required: bool = False  # whether jobs without one are refused
     filesystems: str | None = None  # default of ``--filesystems``
     cores_per_node: Number | None = None  # maximum number of cores
     gpus_per_node: Number | None = None  # maximum number of GPUs, and default of ``--ppn``
@@ -60,8 +62,8 @@ class Site:
     whole_nodes: bool = False  # PBS: cores, ranks and GPUs are not requested
     select: str | None = None  # PBS: other resources of each node, e.g. ``system=polaris``
     directives: tuple[str, ...] = ()  # more directives, e.g. ``-l place=scatter``
-    modules: tuple[str, ...] = ()  # loaded before those of ``--module``
-    setup: tuple[str, ...] = ()  # lines of shell, before those of ``--setup``
+    modules: tuple[str, ...] = ()  # loaded first
+    setup: tuple[str, ...] = ()  # lines of shell after them, before ``--module`` and ``--setup``
     name_limit: Number = LONGEST_NAME  # characters; 15 for Torque and old PBS
     walltime_limit: int | None = None  # seconds, in the file H:MM:SS; of any job
     queues: Mapping[str, Limits] = dataclasses.field(default_factory=dict)  # see ``Limits``
@@ -121,12 +123,6 @@ def _word(value: Any) -> str:
     return plain_word(_convert(value, str))
 
 
-def _directive(line: str) -> str:
-    if re.match(r"-l\s*(select|nodes|walltime)=", line):  # PBS refuses two of a kind
-        raise ValueError(f"{line!r}: written by submit; use the key `select`")
-    return line
-
-
 def _each(read: Callable[[str], str], value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise ValueError(f"{value!r} is not a list, such as [one, two]")
@@ -171,7 +167,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "account": _word,
     "filesystems": _word,
     "walltime_limit": _seconds,
-    "directives": partial(_each, _directive),
+    "directives": partial(_each, directive_line),
     "modules": partial(_each, module_name),
     "setup": partial(_each, setup_line),
     "queues": _queues,
@@ -198,3 +194,5 @@ def check_limits(job: Job, site: Site) -> None:
     if job.nodes < limits.fewest or job.nodes > (limits.most or job.nodes):
         most = f"to {limits.most}" if limits.most else "or more"
         raise UsageError(f"--nodes {job.nodes}: {scope} accepts {limits.fewest} {most}")
+    if site.account_required and not job.account:
+        raise UsageError("--account: this site requires one, e.g. --account my-project")

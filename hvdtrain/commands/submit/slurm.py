@@ -58,7 +58,8 @@ class Slurm(Dialect):
             lines += [f"--dependency=afterok:{job.after}", "--kill-on-invalid-dep=yes"]
         lines.append("--requeue" if job.requeue else "--no-requeue")
         lines += ["--no-kill"] if job.tolerate_node_failures else []
-        return [f"#SBATCH {line}" for line in [*lines, *site.directives]]
+        lines += [f"--mail-user={job.email}", "--mail-type=END,FAIL"] if job.email else []
+        return [f"#SBATCH {line}" for line in [*lines, *site.directives, *job.directive]]
 
     @override
     def submit(self, script: str, log: str, *, array: str | None, waits: str | None) -> Command:

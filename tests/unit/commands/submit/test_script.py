@@ -36,12 +36,20 @@ FULL = Job(
     requeue=True,
     tolerate_node_failures=True,
     module=("cray-mpich", "cuda/12"),
+    email="me@x.org",
+    directive=("-W umask=027",),
     setup=("export NCCL_DEBUG=WARN",),
     env="/opt/my env",
     var=(("DATA", ""), ("RESULTS", "my results")),
     comment="First line.\nSecond line.",
 )
-SITE = Site(gpu_resource="ngpus", select="host=a", directives=("-m n",), modules=("base",))
+SITE = Site(
+    gpu_resource="ngpus",
+    select="host=a",
+    directives=("-W sandbox=private",),
+    modules=("base",),
+    setup=("module use /soft",),  # for the modules of the job
+)
 
 CHAIN = Job(
     command=("python", "-m", "hvdtrain.mnist", "--checkpoint-dir", "my runs"),
@@ -84,6 +92,7 @@ WHOLE = Site(whole_nodes=True, select="system=polaris")
     [
         (Pbs(), job_with("x", nodes=2, ppn=4), WHOLE, "#PBS -l select=2:system=polaris"),
         (Pbs(), job_with("x", nodes=2), Site(directives=(EXCLUSIVE,)), f"#PBS {EXCLUSIVE}"),
+        (Pbs(), job_with("x", nodes=2, directive=(EXCLUSIVE,)), Site(), f"#PBS {EXCLUSIVE}"),
         # By default PBS reruns every job, and Slurm as configured.
         (Pbs(), job_with("x"), Site(), "#PBS -r n"),
         (Pbs(), job_with("x", requeue=True), Site(), "#PBS -r y"),

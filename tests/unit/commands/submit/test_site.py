@@ -23,6 +23,7 @@ def test_polaris() -> None:
     assert load_site("polaris", {}) == Site(
         scheduler="pbs",
         queue="debug",
+        account_required=True,
         filesystems="home:eagle",
         cores_per_node=32,
         gpus_per_node=4,

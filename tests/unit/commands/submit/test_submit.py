@@ -91,6 +91,12 @@ PBS = ("--scheduler", "pbs", "--walltime", "1:00:00")
         ("--setup 'cd x\r'", "DOS line ends"),
         ("--site nowhere", "--site nowhere: no such file"),
         ("--site polaris --walltime 2:00:00", "the limit of queue debug is"),
+        ("--site polaris", "--account: this site requires one"),
+        ("--directive umask=027", "'umask=027': must be an option of qsub or sbatch, without #PBS"),
+        ("--directive '#PBS -M x'", "'#PBS -M x': must be an option of qsub or sbatch"),
+        ("--directive '-M x\necho'", "must be an option of qsub or sbatch"),
+        ("--directive '-l select=2'", "'-l select=2': written by submit; use its options"),
+        ("--email 'a b'", "--email: 'a b': must be one word"),
         ("--scheduler none --follow", "--follow, --chain and --array require"),
     ],
 )
@@ -247,7 +253,7 @@ def test_values_are_spelled_as_the_batch_system_does(capsys: Captured) -> None:
 
 
 def test_options_override_site_defaults(capsys: Captured) -> None:
-    words = ("--site", "polaris", "--walltime", "0:10:00", "--dry-run")
+    words = ("--site", "polaris", "--account", "me", "--walltime", "0:10:00", "--dry-run")
     assert submit(*words, "--", "x") == 0
     text = capsys.readouterr().out
     assert f"HVDTRAIN_ENV=${{HVDTRAIN_ENV:-{sys.prefix}}}\n" in text
