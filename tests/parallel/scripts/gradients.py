@@ -151,7 +151,7 @@ def trained_tensorflow(x: Array, shards: Shards) -> list[Array]:
     steps = []
     for part in shards.epoch(0):
         with np.errstate(invalid="ignore"):
-            update(tf.constant(x[part.indices].sum(0) / np.float64(part.count)))
+            update(tf.constant(x[part.indices].mean(0)))
         steps.append(-weights.numpy())
         weights.assign(tf.zeros_like(weights.value))
     check_messages()
@@ -181,8 +181,8 @@ def gradients(x: Array, compression: str) -> tuple[list[Array], list[Array], lis
     true, sizes = [], []
     for step in parts():
         count = sum(part.count for part in step)
-        true.append(sum(x[part.indices].sum(0) for part in step) / count)
-        sizes.append(sum(abs(x[part.indices].sum(0)) for part in step) / count)
+        true.append(sum(x[part.indices[: part.count]].sum(0) for part in step) / count)
+        sizes.append(sum(abs(x[part.indices[: part.count]].sum(0)) for part in step) / count)
     return summed, true, sizes
 
 

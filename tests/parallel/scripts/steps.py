@@ -55,7 +55,7 @@ def pytorch(hvd: CommonAdapter) -> None:
     for part in shards.epoch(0):
         optimizer.zero_grad()
         mine = x[part.indices]
-        (mine * weight).mean().backward()  # nan where the part is empty
+        (mine * weight).mean().backward()
         optimizer.step()
         chosen = list(shards_of(samples, 2 * size))[seen]
         before -= float(x[chosen].mean())

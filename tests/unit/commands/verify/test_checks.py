@@ -119,7 +119,10 @@ def drawn(size: int) -> list[dict[str, Any]]:
             "samples": samples,
             "tracked": True,
             "epochs": [
-                [part.indices.tolist() for part in Shards(samples, batch, 7, rank, size).epoch(e)]
+                [
+                    part.indices[: part.count].tolist()
+                    for part in Shards(samples, batch, 7, rank, size).epoch(e)
+                ]
                 for e in range(DRAWN)
             ],
         }

@@ -31,7 +31,7 @@ def test_the_ranks_together_see_what_one_rank_sees(size: int) -> None:
             shards = Shards(len(IMAGES), 12, seed=5, rank=rank, size=size)
             for part in shards.parts(epoch):
                 augmented = augment(part)
-                assert augmented.shape == (part.count, 1, 28, 28)
+                assert augmented.shape == (len(part.indices), 1, 28, 28)
                 seen[part.indices] = augmented[:, 0]
         assert np.array_equal(seen, expected)
     assert not np.array_equal(expected, CHANGE(IMAGES, ALL, seed=5, epoch=0))
