@@ -48,7 +48,8 @@ class Batch:
 
     def __getitem__(self, samples: slice) -> Batch:
         """Return a batch of some of the samples; of none, the first one as a stand-in."""
-        none = samples.start == samples.stop
+        # Not of tensors, which a traced function of TensorFlow cannot compare here.
+        none = isinstance(samples.stop, int) and samples.start == samples.stop
         samples = slice(0, 1) if none else samples
         mixed = self.shares is not None
         wide = slice(samples.start, samples.stop + 1) if mixed else samples

@@ -128,7 +128,6 @@ class TFTask(Task):
         self._seeds = [
             layer.seed_generator.state for layer in layers if hasattr(layer, "seed_generator")
         ]
-        self._empty_step = _traced(self._traced_empty_step, 2 * [tf.TensorSpec((), tf.float64)])
         self._step: Any = None
         self._evaluate: Any = None
 
@@ -143,17 +142,17 @@ class TFTask(Task):
         rate = np.asarray(learning_rate, np.float64)
         tensors = self._tensors(batch)
         if self._step is None:
-            arguments = [tf.TensorSpec((), tf.float64), tf.TensorSpec((), tf.int64)]
-            self._step = _traced(self._traced_step, [_any_number(tensors), *arguments])
-        if batch.count or self.needs_empty_forward:
-            with _label_errors():
-                loss, bad, local = self._step(tensors, rate, np.int64(seed))
-        else:
-            loss, bad, local = self._empty_step(rate, np.zeros(()))
+            kinds = (tf.float64, tf.int64, tf.bool)
+            arguments = [_any_number(tensors), *(tf.TensorSpec((), kind) for kind in kinds)]
+            self._step = _traced(self._traced_step, arguments)
+        with _label_errors():
+            stand_in = np.asarray(batch.stand_in)
+            loss, bad, local = self._step(tensors, rate, np.int64(seed), stand_in)
         self.not_finite = None
         if bad >= 0:
             name = self.model.trainable_variables[bad].path
-            self.not_finite = NotFinite(name, self._local_cause(loss, local))
+            cause = "" if batch.stand_in else self._local_cause(loss, local)
+            self.not_finite = NotFinite(name, cause)
         return loss
 
     @property
@@ -182,31 +181,33 @@ class TFTask(Task):
             return f"its loss is {float(loss)}"
         return f"its gradient of {self.model.trainable_variables[local].path}" if local >= 0 else ""
 
-    def _traced_step(self, tensors: dict[str, Any], learning_rate: Any, seed: Any) -> Any:
+    def _traced_step(
+        self, tensors: dict[str, Any], learning_rate: Any, seed: Any, stand_in: Any
+    ) -> Any:
         for index, state in enumerate(self._seeds):
             state.assign(tf.cast(tf.stack([seed, index]), state.dtype))
         variables = self.model.trainable_variables
         others = self.model.non_trainable_variables if self._scales_loss else []
         before = [tf.identity(variable.value) for variable in others]
-        loss, gradients = self._accumulated(Batch(**tensors))
+        loss, gradients = self._accumulated(Batch(**tensors), stand_in)
         for variable, value in zip(others, before, strict=True):
             if variable.value.dtype.is_floating:  # e.g. running statistics of a skipped update
                 finite = tf.math.is_finite(variable.value)
                 variable.assign(tf.where(finite, variable.value, value))
         return loss, *self._apply(gradients, variables, learning_rate)
 
-    def _accumulated(self, batch: Batch) -> tuple[Any, list[Any]]:
-        """Return mean loss and gradients of a batch, in passes: at most ``--accumulate-steps``."""
+    def _accumulated(self, batch: Batch, stand_in: Any) -> tuple[Any, list[Any]]:
+        """Return mean loss and gradients of a batch, in ``--accumulate-steps`` passes."""
         count = tf.shape(batch.y if batch.shares is None else batch.shares)[0]
-        passes = self.options.accumulate_steps
-        if passes == 1:
-            return self._backward(batch, count)
-        # BatchNorm has no mean of a pass without samples.
-        number = tf.maximum(1, tf.minimum(passes, count))
+        count = tf.where(stand_in, 0, count)
+        number = self.options.accumulate_steps
+        if number == 1:
+            return self._backward(batch, count, stand_in)
 
         def add(index: Any, loss: Any, sums: list[Any]) -> Any:
-            cut = slice(index * count // number, (index + 1) * count // number)
-            chunk_loss, gradients = self._backward(batch[cut], count)
+            low, high = index * count // number, (index + 1) * count // number
+            piece = batch[low : tf.maximum(high, low + 1)]
+            chunk_loss, gradients = self._backward(piece, count, low == high)
             return (
                 index + 1,
                 loss + chunk_loss,
@@ -221,19 +222,24 @@ class TFTask(Task):
         )
         return loss, gradients
 
-    def _backward(self, piece: Batch, count: Any) -> tuple[Any, list[Any]]:
-        """Return loss and gradients of a piece, as its share in the mean over ``count`` samples."""
+    def _backward(self, piece: Batch, count: Any, stand_in: Any) -> tuple[Any, list[Any]]:
+        """Return loss and gradients of a piece, as its share in the mean over ``count`` samples.
+
+        Those of a stand-in are 0.
+        """
         variables = self.model.trainable_variables
+        self.leave_out(stand_in)
         with tf.GradientTape() as tape:
             with self._lowered():
                 output = self.model(self._training_input(piece), training=True)
             losses = self._training_loss(tf.cast(output, self.dtype), piece)
-            # A sum over a count: the loss of an empty batch is 0, and so are its gradients.
             loss = tf.reduce_sum(losses) / tf.cast(tf.maximum(count, 1), self.dtype)
+            loss = tf.where(stand_in, tf.zeros_like(loss), loss)
             # A loss that is not finite makes the gradients so, which inform all ranks.
             factor = tf.where(tf.math.is_finite(loss), 1.0, np.nan)
             scaled = self.optimizer.scale_loss(loss * tf.cast(factor, loss.dtype))
         gradients = tape.gradient(scaled, [variable.value for variable in variables])
+        self.leave_out(False)
         return loss, gradients
 
     def _training_input(self, batch: Batch) -> Any:
@@ -253,12 +259,6 @@ class TFTask(Task):
             self._each(self._training_losses, output, y) for y in (batch.y[:-1], batch.y[1:])
         )
         return batch.shares * first + (1 - batch.shares) * second
-
-    def _traced_empty_step(self, learning_rate: Any, zero: Any) -> Any:
-        variables = self.model.trainable_variables
-        # Not constants: constant folding would store all of them in the graph.
-        zeros = [tf.fill(value.shape, tf.cast(zero, value.dtype)) for value in variables]
-        return tf.zeros((), self.dtype), *self._apply(zeros, variables, learning_rate)
 
     def _apply(self, gradients: list[Any], variables: list[Any], learning_rate: Any) -> Any:
         """Update; return the first gradient that is not finite, global and local; -1: none."""

@@ -101,8 +101,18 @@ def test_the_buckets_of_tensorflow_sum_and_weigh(traced: bool) -> None:
         assert [gradient.shape for gradient in totals] == [value.shape for value in variables]
         for gradient, value in zip(totals, expected, strict=True):
             np.testing.assert_array_equal(gradient.numpy(), np.full(gradient.shape, value))
+
     assert set(seen) == {"test.0"} and buckets.messages == {"count": 1, "bytes": 4 * 11}
     assert int(buckets.sums.numpy()) == 2 and buckets.flags.stop  # the other rank has set all
+
+    def scaled() -> Any:  # by the loss: 0 times nan is nan
+        buckets.scale_loss(tf.constant(1.0))
+        return buckets.sum([tf.fill([4], np.nan)], variables[2:])
+
+    scaled = tf.function(scaled) if traced else scaled
+    for weight, expected in ((0.0, 1.0), (0.5, np.nan)):
+        buckets.weight.assign(weight)
+        np.testing.assert_array_equal(scaled()[0].numpy(), np.full(4, expected))
 
 
 def test_tensorflow_weights_by_numbers_in_float64() -> None:

@@ -323,7 +323,8 @@ def test_updates_of_tensorflow_retain_no_memory() -> None:
     layer = keras.layers.Dense(2, dtype="float64")
     model = keras.Sequential([keras.Input((2,), dtype="float64"), layer])
     task = tensorflow.TFTask(model, options, tensorflow.InMemory(x, y, "/CPU:0"), None)
-    batches = task.train.fetch(np.arange(2)), task.train.fetch(np.arange(0))
+    stand_in = replace(task.train.fetch(np.arange(1)), stand_in=True)
+    batches = task.train.fetch(np.arange(2)), stand_in
 
     def train(steps: range) -> None:
         for step in steps:
@@ -424,9 +425,10 @@ def test_a_loss_with_constants_of_the_precision_is_evaluated_in_tensorflow() -> 
     assert task.evaluate(data.fetch(np.arange(2)), []) == pytest.approx(2 * math.log(2))
 
 
-def test_a_batch_of_fewer_samples_than_passes_keeps_batchnorm_finite_in_tensorflow() -> None:
-    """An epoch's last batch may be so small; a pass without samples has no mean."""
+def test_a_batch_of_fewer_samples_than_passes_leaves_stand_ins_out_in_tensorflow() -> None:
+    """An epoch's last batch may be so small: it makes all passes, but only samples count."""
     keras = pytest.importorskip("keras")
+    from hvdtrain.adapters.tensorflow.single import SingleAdapter
     from hvdtrain.tasks.training_step_tensorflow import InMemory, TFTask
 
     options = replace(Options(), precision="fp64", device="/CPU:0", weight_decay=0.0)
@@ -438,6 +440,9 @@ def test_a_batch_of_fewer_samples_than_passes_keeps_batchnorm_finite_in_tensorfl
         model = keras.Sequential([keras.Input((3,), dtype="float64"), norm, dense])
         data = InMemory(x, y, "/CPU:0")
         task = TFTask(model, replace(options, accumulate_steps=passes), data, None)
+        adapter = SingleAdapter()
+        adapter._models.add(model)
+        task.leave_out = adapter.leave_out
         task.update(task.train.fetch(np.arange(2)), learning_rate=0.5, seed=0)
         assert task.not_finite is None
         kernels.append(dense.kernel.numpy())

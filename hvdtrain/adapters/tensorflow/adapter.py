@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,6 +99,9 @@ class TensorFlowAdapter(CommonAdapter):
                 "TensorFlow; unset the variable"
             )
         self._gpus: list[Any] = []
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # that are trained
+        self.stand_in: Any = False  # whether the samples of the current passes are one
+        self._kept: dict[bool, tuple[Any, list[Any]]] = {}  # running statistics before them
 
     def claim_device(self, local_rank: int, local_size: int) -> None:
         """Select a GPU or the number of threads, before TensorFlow's runtime starts.
@@ -150,8 +154,30 @@ class TensorFlowAdapter(CommonAdapter):
 
     @override
     def synchronize_batchnorm(self, task: Any) -> None:
-        if self.world.size > 1 and batchnorm.convert(task.model, self.sum_tensor, self.world):
-            task.needs_empty_forward = True  # the other ranks wait in each BatchNorm layer
+        if self.world.size > 1:
+            batchnorm.convert(task.model, self)
+
+    @override
+    def distribute_optimizer(self, model: Any, optimizer: Any = None) -> tuple[Any, Any]:
+        both = super().distribute_optimizer(model, optimizer)
+        self._models.add(model)
+        return both
+
+    @override
+    def leave_out(self, stand_in: Any) -> None:
+        # A traced function has a state of its own, in which `stand_in` is a tensor.
+        self.stand_in, traced = stand_in, tf.inside_function()
+        before, kept = self._kept.pop(traced, (False, []))
+
+        def restore() -> None:
+            for variable, value in kept:
+                variable.assign(value)
+
+        if kept:
+            tf.cond(before, restore, lambda: None)
+        if stand_in is not False:
+            values = [value for model in self._models for value in batchnorm.statistics(model)]
+            self._kept[traced] = stand_in, [(each, tf.identity(each.value)) for each in values]
 
     @override
     def use_tf32(self, wanted: bool) -> None:

@@ -20,32 +20,38 @@ Reduce = Callable[[Any], Any]
 """tensor -> its sum over all ranks, differentiable."""
 
 
-def convert(model: Any, sum_over_ranks: Sum, world: World) -> int:
+def convert(model: Any, adapter: Any) -> None:
     """Make the BatchNorm layers of ``model`` use the statistics of the global batch.
 
-    In training every rank must then run the model forward and backward in each step, even on an
-    empty part, with the loss weighted by ``optimizer.scale_loss`` before the backward pass.
+    In training every rank must then run the model forward and backward in each step, with the loss
+    weighted by ``optimizer.scale_loss`` before the backward pass.
     """
-    layers = [
-        layer
-        for layer in model._flatten_layers(include_self=False)
-        if isinstance(layer, keras.layers.BatchNormalization)
-    ]
-    for number, layer in enumerate(layers):
-        layer.__class__ = _synchronized(
-            type(layer), differentiable(f"batchnorm.{number}", sum_over_ranks), world
-        )
-    return len(layers)
+    for number, layer in enumerate(_layers(model)):
+        reduce = differentiable(f"batchnorm.{number}", adapter.sum_tensor)
+        layer.__class__ = _synchronized(type(layer), reduce, adapter)
 
 
-def _synchronized(base: type, reduce: Reduce, world: World) -> type:
+def statistics(model: Any) -> list[Any]:
+    """Return the running statistics of BatchNorm that each rank updates from its own samples."""
+    layers = [each for each in _layers(model) if each.built and not hasattr(each, "over_ranks")]
+    return [value for each in layers for value in (each.moving_mean, each.moving_variance)]
+
+
+def _layers(model: Any) -> list[Any]:
+    layers = model._flatten_layers(include_self=False)
+    return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+
+
+def _synchronized(base: type, reduce: Reduce, adapter: Any) -> type:
     class Synchronized(base):
+        over_ranks = True
+
         def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
             if not training or not self.trainable:
                 return super().call(inputs, training=training)
             if mask is not None:
                 raise NotImplementedError("--sync-batchnorm does not support masks")
-            return normalize(self, inputs, reduce, world)
+            return normalize(self, inputs, reduce, adapter.world, adapter.stand_in)
 
     Synchronized.__name__ = Synchronized.__qualname__ = base.__name__
     return Synchronized
@@ -64,10 +70,11 @@ def differentiable(name: str, sum_over_ranks: Sum) -> Reduce:
     return reduce
 
 
-def normalize(layer: Any, inputs: Any, reduce: Reduce, world: World) -> Any:
+def normalize(layer: Any, inputs: Any, reduce: Reduce, world: World, stand_in: Any = False) -> Any:
     """Return the output of a BatchNorm layer in training, and update its running statistics.
 
-    The ``inputs`` are of shape (n, ..., channels) with the channels at ``layer.axis``; n may be 0.
+    The ``inputs`` are of shape (n, ..., channels) with the channels at ``layer.axis``; a
+    ``stand_in`` counts as none.
     Each rank computes count, mean and squared deviations of its part. All ranks gather the three of
     each rank, by a sum in which the others have zeros, and merge them exactly in float64 (Chan,
     Golub and LeVeque, 1979): a sum of squares would cancel if the mean is large.
@@ -82,11 +89,15 @@ def normalize(layer: Any, inputs: Any, reduce: Reduce, world: World) -> Any:
         tf.reduce_sum(tf.math.squared_difference(x, tf.reshape(local, shape)), axes), tf.float64
     )
     row = tf.concat([count[None], tf.cast(local, tf.float64), spread], 0)
+    row = tf.where(stand_in, tf.zeros_like(row), row)
     rows = reduce(tf.pad(row[None], [[world.rank, world.size - 1 - world.rank], [0, 0]]))
     counts, means, squares = tf.split(rows, [1, *[local.shape[0]] * 2], 1)
     samples = tf.reduce_sum(counts)
-    mean = tf.reduce_sum(counts * means, 0) / samples
-    variance = tf.reduce_sum(squares + counts * tf.square(means - mean), 0) / samples
+    # All ranks may have a stand-in, in a pass of an accumulation.
+    mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), samples)
+    variance = tf.math.divide_no_nan(
+        tf.reduce_sum(squares + counts * tf.square(means - mean), 0), samples
+    )
     _update(layer, mean, variance, samples)
     scale = tf.math.rsqrt(variance + layer.epsilon)  # tf.cast would round it to float32
     if layer.scale:
@@ -102,5 +113,6 @@ def _update(layer: Any, mean: Any, variance: Any, samples: Any) -> None:
     if getattr(layer, "unbiased", False):  # torch's running variance
         variance = variance * samples / tf.maximum(samples - 1.0, 1.0)
     for running, value in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
-        kept = tf.cast(running, tf.float64) * layer.momentum
-        running.assign(tf.cast(kept + value * (1 - layer.momentum), running.dtype))
+        before = tf.cast(running, tf.float64)
+        after = before * layer.momentum + value * (1 - layer.momentum)
+        running.assign(tf.cast(tf.where(samples > 0, after, before), running.dtype))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,26 +22,23 @@ class BucketedAdapter(TensorFlowAdapter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._buckets: list[Buckets] = []  # of each optimizer
+        self._buckets: weakref.WeakSet[Buckets] = weakref.WeakSet()  # of each optimizer
+        self._first: Buckets | None = None  # whose variables all have
+        self._numbers = itertools.count()
         self._assigned: tuple[float, Flags] | None = None  # weight and flags in the variables
         self._sums = 0  # number of sums before the current part
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        number = len(self._buckets)
-        name = f"gradients.{number}" if number else "gradients"
-        hooks = RankHooks(weight=lambda: self.part_weight, waits=self.waits.during)
         with tf.device("/CPU:0"):
-            buckets = Buckets(
-                name,
-                self.sum_tensor,
-                hooks,
-                kind=TYPES.get(self.comm_options.compression),
-                agreed=self._buckets[0].agreed if self._buckets else None,
-            )
-        self._buckets.append(buckets)
-        self.waits.traced.append(buckets.traced_calls)
-        self._assigned = None
+            if self._first is None:
+                hooks = RankHooks(weight=lambda: self.part_weight, waits=self.waits.during)
+                kind = TYPES.get(self.comm_options.compression)
+                self._first = Buckets("gradients", self.sum_tensor, hooks, kind=kind)
+                self.waits.traced.append(self._first.traced_calls)
+            number = next(self._numbers)
+            buckets = self._first.another(f"gradients.{number}" if number else "gradients")
+        self._buckets.add(buckets)
         if self._shards is None:  # without shards all ranks weigh the same
             buckets.weight.assign(self.part_weight)
         distribute(optimizer, buckets)
@@ -48,20 +47,19 @@ class BucketedAdapter(TensorFlowAdapter):
     @override
     def begin_part(self, shards: Shards, part: Part) -> None:
         super().begin_part(shards, part)
-        if not self._buckets:
+        if self._first is None:
             return
-        sums = sum(int(buckets.sums) for buckets in self._buckets)
+        sums = int(self._first.sums)
         if sums > self._sums and shards.current:
             shards.use()  # a traced function has used it
         self._sums = sums
         values = (part.weight, self.flags)
         if values != self._assigned:  # most parts of an epoch have the same weight
             self._assigned = values
-            for buckets in self._buckets:
-                buckets.weight.assign(np.asarray(values[0]))  # see TFTask.update
-                buckets.send(values[1])
+            self._first.weight.assign(np.asarray(values[0]))  # see TFTask.update
+            self._first.send(values[1])
 
     @property
     @override
     def gradient_sums(self) -> Sequence[GradientSums]:
-        return self._buckets
+        return list(self._buckets)

@@ -10,6 +10,7 @@ the computation of the next.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -44,7 +45,7 @@ class GradientReduction(ABC):
 class Buckets(GradientReduction):
     """Sums the gradients of an optimizer over the ranks, inside a traced function or outside.
 
-    Every rank must call ``sum`` for the same variables; a rank without samples contributes zeros.
+    Every rank must call ``sum`` for the same variables.
 
     Args:
         name: name of the optimizer, the same on all ranks.
@@ -52,7 +53,6 @@ class Buckets(GradientReduction):
         hooks: functions of this rank; its weight is checked here, and used as ``self.weight``.
         kind: 16-bit type in which gradients are sent and summed; None: that of the gradients. See
             ``adapters/pytorch/sums.py`` for overflows.
-        agreed: variable of the flags of all ranks at the last step, of whichever optimizer.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class Buckets(GradientReduction):
         hooks: RankHooks,
         *,
         kind: Any = None,
-        agreed: Any = None,
     ) -> None:
         self.name, self.reduce, self.hooks = name, reduce, hooks
         self.kind = kind
@@ -74,9 +73,17 @@ class Buckets(GradientReduction):
         # `shard_data` may never set them: then a save is not over before it is waited for.
         unknown = [float(flag) for flag in Flags(stop=False, saving=True)]
         self._mine = tf.Variable(unknown, trainable=False, name="flags")
-        self.agreed = agreed
-        if agreed is None:
-            self.agreed = tf.Variable(unknown, trainable=False, name="flags_agreed")
+        self.agreed = tf.Variable(unknown, trainable=False, name="flags_agreed")
+        self._reset()
+
+    def another(self, name: str) -> Buckets:
+        """Return the sums of another optimizer, with the same variables of this rank."""
+        other = copy.copy(self)
+        other.name = name
+        other._reset()
+        return other
+
+    def _reset(self) -> None:
         self.messages: dict[str, int] | None = None  # of a step: count and bytes
         self._blocked = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="blocked")
         self._watched = False
@@ -114,10 +121,7 @@ class Buckets(GradientReduction):
         result: list[Any] = [None] * len(dense)
         ready, done = [], []
         for number, group in enumerate(groups := self._groups(dense)):
-            parts = [_weighed(tf.reshape(dense[index], [-1]), weight) for index in group]
-            # The flags in every bucket are of a variable: a bucket of only constants would be
-            # summed once, when TensorFlow folds constants, and never again.
-            flat = tf.concat([*parts, tf.cast(self._mine, parts[0].dtype)], 0)
+            flat = self._flat([tf.reshape(dense[index], [-1]) for index in group], weight)
             sent = tf.cast(flat, self.kind or flat.dtype)
             ready.append(flat)
             done.append(tf.cast(self.reduce(sent, f"{self.name}.{number}"), flat.dtype))
@@ -132,6 +136,17 @@ class Buckets(GradientReduction):
         if tf.inside_function():
             self._observe(ready, done)
         return result
+
+    def _flat(self, parts: list[Any], weight: Any) -> Any:
+        """Return a bucket: the flat gradients times ``weight``, and the flags."""
+        # The flags in every bucket are of a variable: a bucket of only constants would be summed
+        # once, when TensorFlow folds constants, and never again.
+        flags = tf.cast(self._mine, parts[0].dtype)
+        if weight is not None:
+            return tf.concat([*(_weighed(part, weight) for part in parts), flags], 0)
+        # The loss was weighted, without a pass over the gradients; but 0 times nan is nan.
+        zeros = [tf.zeros_like(part) for part in parts]
+        return tf.concat([*tf.cond(self.weight > 0, lambda: parts, lambda: zeros), flags], 0)
 
     def _groups(self, dense: Sequence[Any]) -> list[list[int]]:
         """Return the indices of the gradients of each bucket; update ``messages``."""
@@ -176,9 +191,7 @@ class Buckets(GradientReduction):
 
 
 def _weighed(flat: Any, weight: Any) -> Any:
-    """Return ``flat`` times ``weight``; None: unchanged, without a pass over the gradients."""
-    if weight is None:
-        return flat
+    """Return ``flat`` times ``weight``; a weight of 0 replaces any number by 0."""
     if tf.is_tensor(weight):  # tf.cast would round a number to float32
         weight = tf.cast(weight, flat.dtype)
     return tf.math.multiply_no_nan(flat, weight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import numpy as np
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.preflight import check_devices
 from hvdtrain.adapters.select import adapter
+from hvdtrain.config.options import Options
 from hvdtrain.steps.integrity import Device
+from hvdtrain.steps.sharding import Shards
 from tests.parallel.expect import expect_error, expect_snapshot
 
 
@@ -101,6 +104,8 @@ def tensorflow(hvd: CommonAdapter) -> None:
     assert not hvd.saving_agreed
 
     saved_in_the_background(hvd, Path(sys.argv[2], "background"))
+    stand_ins(hvd)
+    tasks(hvd)
 
     # model.fit averages too: every rank sees other targets, the weight moves by their mean.
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
@@ -114,6 +119,93 @@ def tensorflow(hvd: CommonAdapter) -> None:
     model.fit(np.ones((2, 1)), np.full((2, 1), float(rank)), batch_size=2, verbose=0)
     target = (size - 1) / 2
     assert abs(float(model.get_weights()[0][0, 0]) - (start - 0.5 * 2 * (start - target))) < 1e-5
+
+
+def normed(*layers: Any) -> Any:
+    """A net in fp64 with a state that changes in each pass."""
+    import keras
+
+    keras.config.set_dtype_policy("float64")
+    keras.utils.set_random_seed(0)
+    first = keras.layers.SpectralNormalization(keras.layers.Dense(4, "tanh"))
+    last = keras.layers.Dense(2)
+    net = keras.Sequential([keras.Input((3,), dtype="float64"), first, *layers, last])
+    keras.config.set_dtype_policy("float32")
+    return net
+
+
+def weights(net: Any) -> Any:
+    return np.concatenate([value.ravel() for value in net.get_weights()])
+
+
+def stand_ins(hvd: CommonAdapter) -> None:
+    """Own loops make every pass on every rank; the loss of a stand-in may be infinite."""
+    import keras
+    import tensorflow as tf
+
+    x = np.random.default_rng(0).normal(size=(5, 3))
+
+    def train(net: Any, optimizer: Any, shards: Any, traced: bool) -> Any:
+        def step(inputs: Any, count: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(net(inputs, training=True))) / count
+                scaled = optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled, net.trainable_weights)
+            optimizer.apply_gradients(zip(gradients, net.trainable_weights, strict=True))
+
+        for part in (part for epoch in range(2) for part in shards.epoch(epoch)):
+            inputs = tf.constant(x[part.indices]), tf.constant(part.count, tf.float64)
+            (tf.function(step) if traced else step)(*inputs)
+        return weights(net)
+
+    for traced in (False, True):
+        alone = train(normed(), keras.optimizers.SGD(0.1), Shards(5, 4), traced)
+        pair = hvd.distribute_optimizer(normed(), keras.optimizers.SGD(0.1))
+        found = train(*pair, hvd.shard_data(5, global_batch=4), traced)
+        np.testing.assert_allclose(found, alone, rtol=0, atol=1e-12)
+    norm = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(momentum=0.9)])
+    norm, _ = hvd.distribute_optimizer(norm, keras.optimizers.SGD(0.1))
+    for part in hvd.shard_data(5, global_batch=4).epoch(0):
+        norm(tf.ones((len(part.indices), 3)), training=True)
+    passes = sum(samples > hvd.world.rank for samples in (4, 1))  # with samples
+    np.testing.assert_allclose(norm.layers[0].moving_mean, 1 - 0.9**passes, rtol=1e-6)
+
+
+def tasks(hvd: CommonAdapter) -> None:
+    """A task makes as many passes on every rank, whatever the number of samples."""
+    import keras
+
+    from hvdtrain.adapters.tensorflow.single import SingleAdapter
+    from hvdtrain.tasks.training_step_tensorflow import InMemory, TFTask
+
+    x, y = np.random.default_rng(0).normal(size=(5, 3)), np.array([0, 1, 1, 0, 1])
+
+    def train(adapter: Any, shards: Any, passes: int) -> tuple[Any, list[float]]:
+        options = replace(Options(), precision="fp64", weight_decay=0.0, accumulate_steps=passes)
+        norm = keras.layers.BatchNormalization(dtype="float64")
+        task = TFTask(normed(norm), options, InMemory(x, y, "/CPU:0"), None)
+        if adapter is hvd:
+            hvd.synchronize_batchnorm(task)
+            task.model, task.optimizer = hvd.distribute_optimizer(task.model, task.optimizer)
+        adapter._models.add(task.model)
+        task.leave_out, losses = adapter.leave_out, []
+        for epoch in range(2):
+            for part in shards.epoch(epoch):
+                (batch,) = (batch for _, batch in task.train.training([part]))
+                batch = replace(batch, stand_in=part.stand_in)
+                losses.append(part.weight * float(task.update(batch, learning_rate=0.1, seed=1)))
+                assert task.not_finite is None
+        return weights(task.model), losses
+
+    # One pass over the whole batch: as BatchNorm over the global batch of each pass has it.
+    for passes in (1, 3) if hvd.world.size == 1 else (1,):
+        alone, losses = train(SingleAdapter(), Shards(5, 4), passes)
+        found, parts = train(hvd, hvd.shard_data(5, global_batch=4), passes)
+        np.testing.assert_allclose(found, alone, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(hvd.communicator.sum(np.array(parts)), losses, atol=1e-12)
+    found, _ = train(hvd, hvd.shard_data(5, global_batch=4), 3)
+    gathered = hvd.communicator.gather(found.tobytes())
+    assert np.isfinite(found).all() and gathered == [gathered[0]] * hvd.world.size
 
 
 def saved_in_the_background(hvd: CommonAdapter, folder: Path) -> None:
@@ -141,8 +233,6 @@ def saved_in_the_background(hvd: CommonAdapter, folder: Path) -> None:
 
 def shards_of(samples: int, batch: int) -> Any:
     """The global batches, from one rank's point of view."""
-    from hvdtrain.steps.sharding import Shards
-
     return (part.indices for part in Shards(samples, batch).epoch(0))
 
 
