@@ -6,6 +6,7 @@ Each prepares its model (``data.py``): any Horovod script has at least
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -40,6 +41,12 @@ __all__ = [
     "ModelCheckpoint",
 ]
 
+log = logging.getLogger(__name__)
+
+NO_SUMS = (
+    "MetricAverageCallback: the mean of the ranks' results, weighted by their samples, is reported "
+    "for %s. If its state is a sum, derive it from a metric of Keras, e.g. keras.metrics.Mean"
+)
 REMEDY = (
     "Compile the model with hvd.DistributedOptimizer(...), and pass to fit, on every rank, "
     "hvd.callbacks.BroadcastGlobalVariablesCallback(0)"
@@ -120,10 +127,12 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
 class MetricAverageCallback(ModelCallback):
     """Compute the metrics of ``fit`` over all ranks, before any callback sees them.
 
-    The state of each metric is summed over the ranks, then divided: uneven parts are weighted
-    correctly. ``EarlyStopping``, ``ReduceLROnPlateau``, ``ModelCheckpoint`` and ``History`` see
-    the same numbers on all ranks, in any order of the list. In a validation, the running statistics
-    of BatchNorm are the mean over the ranks, weighted by samples seen.
+    The state of each metric of Keras, or of a subclass of one, is summed over the ranks, then
+    divided: uneven parts are weighted correctly. The state of another metric may be no sum: its
+    result is the mean of those of the ranks, weighted by their samples. ``EarlyStopping``,
+    ``ReduceLROnPlateau``, ``ModelCheckpoint`` and ``History`` see the same numbers on all ranks, in
+    any order of the list. In a validation, the running statistics of BatchNorm are the mean over
+    the ranks, weighted by samples seen.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -133,12 +142,14 @@ class MetricAverageCallback(ModelCallback):
         self._prefix = ""  # of the names in a validation
         self._counted: dict[str, object] = {}  # metrics over all ranks, of the epoch
         self._step_names: set[str] = set()  # names that the steps return
+        self._noted = False
         self._statistics = ExitStack()
 
     def _begin(self) -> None:
         """Replace the metrics until the model resets them for something else, also after errors."""
         self._in_step = False
         if self.adapter.world.size > 1:
+            self.model.train_step.seen.assign(0)
             self.model.get_metrics_result = self._over_all_ranks
             self.model.reset_metrics = self._reset_metrics
 
@@ -201,16 +212,33 @@ class MetricAverageCallback(ModelCallback):
 
     def average(self) -> Arrays:
         """Return the metrics of the model over all ranks; all ranks must call it."""
-        variables = [variable for metric in self.model.metrics for variable in metric.variables]
+        compiled = self.model._compile_metrics
+        metrics = [metric for metric in self.model.metrics if metric is not compiled]
+        metrics += compiled.metrics if compiled else []
+        others = [metric for metric in metrics if not _adds_up(metric)]
+        if others and not self._noted and self.adapter.world.is_writer:
+            names = ", ".join(metric.name for metric in others)
+            log.warning(NO_SUMS, names)
+        self._noted = True
+        # This rank's results: numbers, arrays or dictionaries.
+        results = [metric.result() for metric in others]
+        seen = self.model.train_step.seen.numpy().astype(np.float64)
+        variables = [v for metric in metrics if _adds_up(metric) for v in metric.variables]
         kept = [np.asarray(variable.numpy()) for variable in variables]
         arrays = {str(index): value for index, value in enumerate(kept)}
+        for index, value in enumerate(tf.nest.flatten(results)):
+            arrays[f"result {index}"] = np.asarray(value if seen else tf.zeros_like(value)) * seen
         with self.adapter.waits.during("MetricAverageCallback"):
-            # There may be no metrics: a sum needs an element.
-            total = self.adapter.communicator.sum_arrays({**arrays, "none": np.zeros(1)})
+            total = self.adapter.communicator.sum_arrays({**arrays, "seen": seen})
         for index, variable in enumerate(variables):
             variable.assign(total[str(index)].astype(kept[index].dtype))
-        metrics = type(self.model).get_metrics_result(self.model)
-        result = {name: np.asarray(value) for name, value in metrics.items()}
+        means = [value / max(total["seen"], 1) for name, value in total.items() if " " in name]
+        for metric, mean in zip(others, tf.nest.pack_sequence_as(results, means), strict=True):
+            vars(metric)["result"] = lambda mean=mean: mean
+        logs = type(self.model).get_metrics_result(self.model)
+        result = {name: np.asarray(value) for name, value in logs.items()}
+        for metric in others:
+            del vars(metric)["result"]
         for variable, value in zip(variables, kept, strict=True):
             variable.assign(value)
         self._counted |= {f"{self._prefix}{name}": value.tolist() for name, value in result.items()}
@@ -235,6 +263,12 @@ class MetricAverageCallback(ModelCallback):
             }
             if sums:
                 logs.update(self.adapter.average_metrics(weight, **sums)[0])
+
+
+def _adds_up(metric: Any) -> bool:
+    """Return whether the state of ``metric`` is a sum: that of Keras's metrics, and their kin."""
+    kinds = type(metric).__mro__[: type(metric).__mro__.index(keras.metrics.Metric)]
+    return any(kind.__module__.startswith("keras.") for kind in kinds)
 
 
 def set_learning_rate(optimizer: Any, new: float, *, correct: bool = True) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +37,8 @@ from hvdtrain.keras.epoch_progress import EpochProgress
 from hvdtrain.steps.checkpoint_files import DAMAGE, flush
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import agreed, leave_preempted, process_status
+
+_checkpoints: weakref.WeakSet[ModelCheckpoint] = weakref.WeakSet()
 
 
 class WholeFiles:
@@ -79,6 +82,7 @@ class ModelCheckpoint(ModelCallback, keras.callbacks.ModelCheckpoint):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         self._trained, self._model = model, WholeFiles(model)
+        _checkpoints.add(self)
         self._writes = self.adapter.world.is_writer
 
     @override
@@ -174,6 +178,8 @@ class BackupAndRestore(ModelCallback):
             )
         self._progress.end()  # that of a fit that failed
         state = restore(adapter, self.backup_dir, model, model.optimizer)
+        for name, callback in _best_only(model).items():
+            callback.best = (state or {}).get("best", {}).get(name, callback.best)
         if state:
             model._initial_epoch = int(state["step"])  # read by fit after this call
         self._epochs = model._initial_epoch or 0  # completed
@@ -280,6 +286,7 @@ class BackupAndRestore(ModelCallback):
                 keep=self.keep,
                 step=self._epochs,
                 of_epoch=self._progress.values(),
+                best={name: each.best for name, each in _best_only(self.model).items()},
                 wait=wait,
             )
         if wait:
@@ -359,6 +366,12 @@ def restore(
     if reduction:
         reduction.samples.assign(adapter.samples_seen)
     return state
+
+
+def _best_only(model: Any) -> dict[str, ModelCheckpoint]:
+    """Return the callbacks that save the best ``model``, by what they monitor and their file."""
+    mine = [each for each in _checkpoints if each._trained is model and each.save_best_only]
+    return {f"{each.monitor} in {each.filepath}": each for each in mine}
 
 
 def _seeds(model: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import keras
@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.adapters.tensorflow.buckets import distribute, reduction_of, undistribute
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
@@ -42,7 +43,8 @@ def shard(
     """Return this rank's part of each global batch of ``data``, as a dataset for ``fit``.
 
     Parts differ by at most one sample. All ranks take the same number of steps; if the last batch
-    has fewer samples than there are ranks, some parts are empty. The order of an epoch depends only
+    has fewer samples than there are ranks, some parts are empty: ``fit`` and ``evaluate`` replace
+    these by a sample of zeros, which counts nowhere. The order of an epoch depends only
     on the seed and the epoch's number, and is the same on any number of ranks.
 
     Args:
@@ -202,14 +204,10 @@ class _Order:
             order.start = 0
         for _ in range(self.empty_batches(began)):
             yield np.zeros(0, np.int64)
-        if self.shuffle:
-            yield from (part.indices for part in self.shards.parts(number, began))
-            return
-        total, batch = self.shards.samples, self.shards.global_batch
-        for start in range(began, total, batch):
-            stop = min(start + batch, total)
-            low, high = bounds(stop - start, self.shards.rank, self.shards.size)
-            yield np.arange(start + low, start + high)
+        for part in self.shards.parts(number, began):
+            low, high = bounds(part.global_count, self.shards.rank, self.shards.size)
+            drawn = part.start.consumed + np.arange(low, high)
+            yield part.indices[: part.count] if self.shuffle else drawn
 
 
 def _cut(world: World) -> Callable[..., Any]:
@@ -245,9 +243,11 @@ def prepare(model: Any) -> None:
     if model.jit_compile:
         model.jit_compile = False
         model.train_function = None
-    if not hasattr(model.train_step, "counts_samples"):
-        model.train_step = _counting(model, model.train_step)
-        model.test_step = _weighing(model.test_step)
+    if not hasattr(model.train_step, "seen"):
+        with tf.device("/CPU:0"):
+            seen = tf.Variable(0, dtype=tf.int64, trainable=False, name="seen")
+        model.train_step = _counting(model, model.train_step, seen)
+        model.test_step = _weighing(model, model.test_step, seen)
         model.train_function = model.test_function = None
 
 
@@ -308,11 +308,47 @@ class ModelCallback(keras.callbacks.Callback):
         super().set_model(model)
         self.adapter = session.adapter()
         prepare(model)
+        history, reduction = getattr(model, "history", None), first_sum(model)
+        if (
+            isinstance(history, keras.callbacks.History)
+            and reduction
+            and self.adapter.world.size > 1
+        ):
+            history.__class__, history.stop = AgreedStop, reduction.stop
+            reduction.stop.assign([0.0, 0.0])
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Make Keras call all callbacks in the thread of ``fit``: this is not its own method."""
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_begin(epoch, logs)
         begin_epoch(epoch)
+
+
+class AgreedStop(keras.callbacks.History):
+    """Stop ``fit`` on all ranks after the same batch, if a callback of any rank wants to.
+
+    The wish is summed with the samples of the next batch, or at the end of the epoch. ``History``
+    is the callback that is called last.
+    """
+
+    stop: Any  # of a ``StepSum``
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        wanted, agreed = self.stop.numpy()
+        if self.model.stop_training and not wanted:
+            self.stop.assign([1.0, agreed])
+        self.model.stop_training = bool(agreed)
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        wanted = np.array([float(self.model.stop_training or self.stop.numpy()[0])])
+        with session.adapter().waits.during("fit"):
+            self.model.stop_training = bool(session.adapter().communicator.sum(wanted)[0])
 
 
 def note_samples(reduction: StepSum | None) -> None:
@@ -328,7 +364,7 @@ def is_built(model: Any) -> bool:
     return all(layer.built for layer in model._flatten_layers(include_self=False))
 
 
-def _counting(model: Any, original: Any) -> Any:
+def _counting(model: Any, original: Any, seen: Any) -> Any:
     """Return a ``train_step`` that exchanges the sample counts of the ranks' batches."""
 
     @functools.wraps(original)
@@ -343,28 +379,23 @@ def _counting(model: Any, original: Any) -> Any:
             for reduction in reductions:
                 reduction.begin()
         count = _count(data)
-        # A batch of no samples has no statistics: BatchNorm would make them nan.
-        kept = [(weight, tf.identity(weight.value)) for weight in model.non_trainable_weights]
-        with counted(reductions, count) as share, _means_weighted(share), ExitStack() as unchanged:
-            if tf.executing_eagerly() and int(count) == 0:  # Keras's losses fail on empty batches
-                unchanged.enter_context(_unchanged(model))
-                data = tf.nest.map_structure(_blank, data)
-            result = original(data)
-        for weight, value in kept:
-            weight.assign(tf.where(count > 0, weight.value, value))
-        return result
+        seen.assign_add(tf.cast(count, tf.int64))
+        with counted(reductions, count) as share, _means_weighted(share), _uncounted(model, count):
+            return original(_filled(data, count))
 
-    train_step.counts_samples = True  # type: ignore[attr-defined]
+    train_step.seen = seen  # type: ignore[attr-defined]
     return train_step
 
 
-def _weighing(original: Any) -> Any:
+def _weighing(model: Any, original: Any, seen: Any) -> Any:
     """Return a ``test_step`` whose means are over samples, not over batches."""
 
     @functools.wraps(original)
     def test_step(data: Any) -> Any:
-        with _means_weighted(tf.cast(_count(data), tf.float64)):
-            return original(data)
+        count = _count(data)
+        seen.assign_add(tf.cast(count, tf.int64))
+        with _means_weighted(tf.cast(count, tf.float64)), _uncounted(model, count):
+            return original(_filled(data, count))
 
     return test_step
 
@@ -383,22 +414,38 @@ def _symbol(tensor: Any) -> Any:
     )
 
 
-def _blank(tensor: Any) -> Any:
-    """Return one blank sample, of no weight, in place of none: as others have, it has gradients."""
-    return None if tensor is None else tf.zeros([1, *tensor.shape[1:]], tensor.dtype)
+def _filled(data: Any, count: Any) -> Any:
+    """Return a batch of ``count`` samples; of none, a stand-in: one sample of zeros."""
+
+    def filled(tensor: Any) -> Any:
+        if tensor is None or tensor.shape[0]:  # a batch that is never empty
+            return tensor
+        sizes = zip(tensor.shape[1:], tf.unstack(tf.shape(tensor))[1:], strict=True)
+        zeros = tf.zeros([1, *(now if size is None else size for size, now in sizes)], tensor.dtype)
+        return tf.cond(count > 0, lambda: tensor, lambda: zeros)
+
+    return tf.nest.map_structure(filled, data)
 
 
 @contextmanager
-def _unchanged(model: Any) -> Iterator[None]:
-    """Restore the metrics of the model after the block."""
-    before = {id(variable): variable.numpy() for variable in model.metrics_variables}
-    yield
-    for metric in model.metrics:
-        if not all(id(variable) in before for variable in metric.variables):  # new
-            metric.reset_state()
-            continue
-        for variable in metric.variables:
-            variable.assign(before[id(variable)])
+def _uncounted(model: Any, count: Any) -> Iterator[None]:
+    """Keep metrics and running statistics of BatchNorm as they are if ``count`` is 0.
+
+    Within the block, since a model may create them only in its first step.
+    """
+    original = keras.Variable.assign
+
+    def assign(self: Any, value: Any) -> Any:
+        kept = [] if self.trainable else [*model.metrics_variables, *batchnorm.statistics(model)]
+        if any(self is variable for variable in kept):
+            value = keras.ops.where(count > 0, keras.ops.convert_to_tensor(value, self.dtype), self)
+        return original(self, value)
+
+    keras.Variable.assign = assign
+    try:
+        yield
+    finally:
+        keras.Variable.assign = original
 
 
 @contextmanager

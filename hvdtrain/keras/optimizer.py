@@ -71,6 +71,8 @@ class StepSum(GradientReduction):
             self.buckets = Buckets(name, self._reduce, hooks)
             self.samples = tf.Variable(0, dtype=tf.int64, trainable=False, name="samples")
             self.last = tf.Variable(0, dtype=tf.int64, trainable=False, name="last_samples")
+            # Whether this rank's callbacks want to stop, and whether those of any rank do.
+            self.stop = tf.Variable([0.0, 0.0], dtype=tf.float64, trainable=False, name="stop")
             self.nothing = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="nothing")
             begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="steps_begun")
             done = tf.Variable(0, dtype=tf.int64, trainable=False, name="steps_summed")
@@ -162,19 +164,20 @@ def counted(reductions: Sequence[StepSum], count: Any) -> Iterator[Any]:
         # It depends on the previous updates, so that no two overlap, and on variables, so that
         # TensorFlow does not treat it as a constant.
         mine = tf.add_n([tf.cast(count, tf.float64), *(each.nothing for each in reductions)])
-        first = reductions[0]
+        first, wanted = reductions[0], reductions[0].stop[0]
         if first.traced_calls not in (traced := first.adapter.waits.traced):
             traced.append(first.traced_calls)
         with tf.control_dependencies([mine]):
             first.begun.assign_add(1)
-        total = first.adapter.sum_tensor(mine[None], f"{first.name}.samples")[0]
+        total = first.adapter.sum_tensor(tf.stack([mine, wanted]), f"{first.name}.samples")
         with tf.control_dependencies([total]):
             first.done.assign_add(1)
-        share = tf.math.divide_no_nan(mine, total)
+        share = tf.math.divide_no_nan(mine, total[0])
+        first.stop.assign(tf.stack([wanted, total[1]]))
     _in_step = True
     try:
         for reduction in reductions:
-            reduction.weight = share if reduction.average else 1.0
+            reduction.weight = share if reduction.average else tf.cast(count > 0, tf.float64)
         yield share
     finally:
         _in_step = False
@@ -314,6 +317,11 @@ def _check(optimizer: Any, process_set: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         kind = type(optimizer).__name__
         raise UsageError(f"DistributedOptimizer takes an optimizer of Keras 3, not a {kind}")
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise UsageError(
+            "DistributedOptimizer does not support a MultiOptimizer: use one optimizer for all "
+            "layers, or several distributed ones in a train_step of the model"
+        )
     inner = getattr(optimizer, "inner_optimizer", None)
     if reduction_of(optimizer) or (inner is not None and reduction_of(inner)):
         raise UsageError("DistributedOptimizer: this optimizer is distributed already")

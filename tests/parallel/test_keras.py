@@ -19,7 +19,12 @@ from tests.parallel.conftest import SCRIPTS, Start, ranks_of, run_script, send, 
 MPIRUN = (str(BIN / "mpirun"), "--oversubscribe", "-n", "2")
 # Ways to train (functions of the script): all of them over two ranks, those that depend on the
 # number of ranks over three, too.
-WAYS = {1: "plain,rates", 2: "all", 3: "plain,datasets,own_loop,resumed,stopped"}
+WAYS = {
+    1: "plain,rates,stand_ins",
+    2: "all",
+    3: "plain,datasets,own_loop,resumed,stopped,stand_ins,stops",
+    5: "stand_ins",
+}
 
 
 @pytest.mark.parametrize("number", WAYS)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import logging
 import signal
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def both(
     callbacks: Callable[[], list[Any]] = list,
     distribute: dict[str, Any] | None = None,
     model: Callable[[int], keras.Model] = net,
-    data: Callable[[], tf.data.Dataset] | None = None,
+    samples: int = SAMPLES,
+    batch: int = BATCH,
+    class_weight: dict[int, float] | None = None,
     **options: Any,
 ) -> keras.Model:
     """Train over the ranks and in one process; compare; return the model of the ranks."""
@@ -62,19 +65,21 @@ def both(
     single = model(0)
     single.compile(optimizer(), **options)
     expected = single.fit(
-        global_batches(X, Y, BATCH, SEED),
+        global_batches(X[:samples], Y[:samples], batch, SEED),
         epochs=EPOCHS,
         validation_data=(VAL_X, VAL_Y),
         callbacks=callbacks(),
+        class_weight=class_weight,
         verbose=0,
     )
     mine = model(RANK)
     mine.compile(hvd.DistributedOptimizer(optimizer(), **(distribute or {})), **options)
-    train = data() if data else hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
+    train = hvd.shard((X[:samples], Y[:samples]), global_batch=batch, seed=SEED)
     local = slice(RANK, None, SIZE)
     result = mine.fit(
         train,
         epochs=EPOCHS,
+        class_weight=class_weight,
         validation_data=(VAL_X[local], VAL_Y[local]),
         callbacks=[  # the one that makes them right comes last
             *callbacks(),
@@ -181,16 +186,73 @@ def overflow() -> None:
 
 def statistics() -> None:
     """BatchNorm sees each rank's part; a part of none leaves its statistics as they are."""
-    model = net(RANK, keras.layers.BatchNormalization)
-    model.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
-    result = fit(
-        model,
-        validation_data=(VAL_X, VAL_Y),
-        callbacks=[hvd.callbacks.MetricAverageCallback()],
+    for eager in (False, True):
+        model = net(RANK, keras.layers.BatchNormalization)
+        model.compile(
+            hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"], run_eagerly=eager
+        )
+        result = fit(
+            model,
+            validation_data=(VAL_X, VAL_Y),
+            callbacks=[hvd.callbacks.MetricAverageCallback()],
+        )
+        assert np.isfinite(result.history["val_loss"]).all()
+        assert all(np.isfinite(value).all() for value in model.get_weights())
+        assert copies(value.numpy() for value in model.trainable_variables) == 1
+        # After t passes over ones the mean is 1 - 0.9**t: passes of this rank with samples.
+        norm = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(momentum=0.9)])
+        norm.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse", run_eagerly=eager)
+        fit(norm, data=hvd.shard((np.ones((5, 3)), np.ones((5, 3))), global_batch=4), epochs=2)
+        passes = 2 * sum(samples > RANK for samples in (4, 1))
+        np.testing.assert_allclose(norm.layers[0].moving_mean, 1 - 0.9**passes, rtol=1e-12)
+
+
+class Passes(keras.layers.Layer):
+    """A layer that counts its training passes, adds a loss, and is nan at zeros."""
+
+    def build(self, shape: Any) -> None:
+        self.passes = self.add_weight(name="passes", initializer="zeros", trainable=False)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        self.passes.assign_add(float(training))
+        self.add_loss(0.1 * tf.reduce_mean(tf.square(inputs)))
+        return self.passes * inputs / tf.norm(inputs, axis=-1, keepdims=True)
+
+
+def stand_ins() -> None:
+    """What changes in each pass changes alike on all ranks; a batch of none counts nowhere."""
+    cross_entropy = keras.losses.sparse_categorical_crossentropy
+
+    def model(seed: int) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        normed = keras.layers.SpectralNormalization(keras.layers.Dense(7, "tanh"))
+        return keras.Sequential([keras.Input((5,)), Passes(), normed, keras.layers.Dense(3)])
+
+    for settings in (
+        {"weighted_metrics": ["accuracy"], "class_weight": {0: 0.5, 1: 2.0, 2: 1.0}},
+        {"run_eagerly": True},
+        {"steps_per_execution": 2},
+    ):
+        both(
+            model=model,
+            samples=5,
+            batch=4,
+            metrics=["accuracy", cross_entropy],
+            **settings,
+        )
+    both(model=model)
+    if SIZE == 1:
+        return
+    # Nothing is nan in what the callbacks of a rank see of its steps.
+    seen: list[float] = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.extend(logs.values())
     )
-    assert np.isfinite(result.history["val_loss"]).all()
-    assert all(np.isfinite(value).all() for value in model.get_weights())
-    assert copies(value.numpy() for value in model.trainable_variables) == 1
+    mine = model(RANK)
+    mine.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
+    data = hvd.shard((X[:5], Y[:5]), global_batch=4, seed=SEED)
+    fit(mine, data=data, callbacks=[watch], validation_data=data)
+    assert len(seen) == 2 * 2 * EPOCHS and np.isfinite(seen).all()
 
 
 def own_loop() -> None:
@@ -628,6 +690,124 @@ def evaluated() -> None:
         model.evaluate(X, Y, verbose=0)
 
 
+def stops() -> None:
+    """A callback that stops the training on one rank stops all after the same batch or epoch."""
+
+    class Limit(keras.callbacks.Callback):
+        """Stops on the last rank, after a batch or an epoch."""
+
+        def __init__(self, epoch: int, batch: int | None) -> None:
+            super().__init__()
+            self.end, self.batches = (epoch, batch), 0
+
+        def stop(self, batch: int | None) -> None:
+            self.model.stop_training |= RANK == SIZE - 1 and (self.epoch, batch) == self.end
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.batches += 1
+            self.stop(batch)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.stop(None)
+
+    average = hvd.callbacks.MetricAverageCallback
+    model = net(RANK)
+    for execution, end, epochs, batches in (
+        (1, (1, 0), 2, STEPS + 2),  # the wish reaches the others with the next batch
+        (1, (1, STEPS - 1), 2, 2 * STEPS),  # or at the end of the epoch
+        (1, (0, None), 1, STEPS),
+        (2, (0, 1), 1, 2),
+    ):
+        for callbacks in ([], [average()]):
+            optimizer = hvd.DistributedOptimizer(sgd())
+            model.compile(optimizer, LOSS, steps_per_execution=execution)
+            limit = Limit(*end)
+            result = fit(model, callbacks=[*callbacks, limit], epochs=4)
+            if SIZE > 1:
+                assert (len(result.epoch), limit.batches) == (epochs, batches), end
+    # One that all ranks have, and that sees a loss of its rank alone.
+    x = X.copy()
+    x[permutation(SAMPLES, SEED, 0)[BATCH - 1]] = np.nan  # the last rank's, in the first batch
+    model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+    data = hvd.shard((x, Y), global_batch=BATCH, seed=SEED)
+    with contextlib.redirect_stdout(io.StringIO()):
+        fit(model, data=data, callbacks=[keras.callbacks.TerminateOnNaN()])
+    assert int(model.optimizer.iterations) == (1 if SIZE == 1 else 2)
+
+
+class Largest(keras.metrics.Metric):
+    """A metric whose state is no sum."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y: Any, output: Any, sample_weight: Any = None) -> None:
+        self.value.assign(tf.maximum(self.value, tf.cast(tf.reduce_max(y), self.value.dtype)))
+
+    def result(self) -> Any:
+        return 1.0 * self.value
+
+
+class Total(keras.metrics.Sum):
+    """A metric of the user's own whose state is a sum."""
+
+    def update_state(self, y: Any, output: Any, sample_weight: Any = None) -> None:
+        super().update_state(y)
+
+
+def other_metrics() -> None:
+    """Of a metric whose state is no sum, the mean over the ranks, weighted by samples."""
+    y = np.arange(8)
+    local = [y[rank::SIZE] for rank in range(SIZE)]
+    mean = sum(len(part) * part.max() for part in local) / 8
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(sgd()), "mse", metrics=[Largest(), Total()])
+    with warnings_of("hvdtrain.keras.callbacks") as noted:
+        average = hvd.callbacks.MetricAverageCallback()
+        for _ in range(2):
+            result = model.evaluate(
+                local[RANK][:, None], local[RANK], callbacks=[average], return_dict=True, verbose=0
+            )
+    np.testing.assert_allclose(result["largest"], mean)
+    np.testing.assert_allclose(result["total"], y.sum())
+    assert len(noted) == (SIZE > 1 and RANK == 0), noted
+    assert all("for largest. If its state is a sum" in text for text in noted)
+
+
+@contextlib.contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    noted: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: noted.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    yield noted
+    logging.getLogger(name).removeHandler(handler)
+
+
+def best() -> None:
+    """What was the best before a restart is so after it."""
+    file = DONE / "best.keras"
+    for epochs in (2, 4):  # the second time it gets worse
+        model = net(0)
+        model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+        worse = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch < 2 else 50.0)
+        callbacks = [
+            hvd.callbacks.BackupAndRestore(DONE / "best"),
+            hvd.callbacks.BestModelCheckpoint("loss", filepath=file),
+            hvd.callbacks.MetricAverageCallback(),
+            worse,
+        ]
+        fit(model, callbacks=callbacks, epochs=epochs)
+        session.adapter().communicator.gather(b"")
+        if epochs == 2:
+            kept = file.read_bytes()
+    assert file.read_bytes() == kept
+
+
 class Idle(keras.layers.Layer):
     """A layer with a weight that it does not use."""
 
@@ -660,6 +840,10 @@ WAYS = [
     removed,
     released,
     guard,
+    stand_ins,
+    stops,
+    other_metrics,
+    best,
 ]
 WAYS += [rates, saved, resumed, stopped, left_out, a_disk_that_fails]
 for way in WAYS:
