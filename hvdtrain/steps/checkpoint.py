@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,7 +28,6 @@ from hvdtrain.steps.checkpoint_files import (
     State,
     Tensors,
     Written,
-    flush,
     read,
     read_state,
     score,
@@ -37,6 +35,7 @@ from hvdtrain.steps.checkpoint_files import (
     write,
 )
 from hvdtrain.system.files import FULL
+from hvdtrain.system.folder import Folder
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +60,16 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
     return saved
 
 
-def write_files(folder: Path, checkpoint: Checkpoint) -> list[Written]:
-    """Write the tensors of ``checkpoint`` to a file of each kind in ``folder``."""
+def partial_folder(partial: Path) -> Folder:
+    """Open the directory that ``begin`` has created."""
+    return Folder.named(partial.parent, create=False).enter(partial.name, create=False)
+
+
+def write_files(partial: Path, checkpoint: Checkpoint) -> list[Written]:
+    """Write the tensors of ``checkpoint`` to a file of each kind in ``partial``; see ``begin``."""
+    folder = partial_folder(partial)
     return [
-        write(folder / name, {key: np.asarray(value) for key, value in tensors.items()})
+        write(folder, name, {key: np.asarray(value) for key, value in tensors.items()})
         for name, tensors in (
             (MODEL_FILE, checkpoint.model),
             (TRAINING_FILE, checkpoint.training),
@@ -79,11 +84,11 @@ def begin(directory: Path, step: int) -> Path:
         CheckpointError: it cannot be created.
     """
     with cleared(directory, step):
-        partial = directory / f"{PARTIAL}{_free_name(directory, step).name}"
-        directory.mkdir(parents=True, exist_ok=True)
+        partial = f"{PARTIAL}{_free_name(directory, step).name}"
+        folder = Folder.named(directory)
         remove_partial(directory)
-        partial.mkdir()
-    return partial
+        folder.enter(partial)
+    return directory / partial
 
 
 def commit(partial: Path, files: list[Written], state: State) -> Path:
@@ -94,9 +99,10 @@ def commit(partial: Path, files: list[Written], state: State) -> Path:
     """
     directory, final = partial.parent, partial.with_name(partial.name.removeprefix(PARTIAL))
     with cleared(directory, int(state["step"])):
-        seal(partial, files, state)
-        partial.rename(final)
-        flush(directory)
+        seal(partial_folder(partial), files, state)
+        folder = Folder.named(directory, create=False)
+        folder.rename(partial.name, final.name)
+        os.fsync(folder.handle)
     return final
 
 
@@ -159,14 +165,13 @@ def remove_partial(directory: Path) -> None:
     remains for the next save.
     """
     with suppress(OSError):
-        for entry in directory.glob(f"{PARTIAL}{PREFIX}*"):
-            removed = entry.with_name(entry.name.removesuffix(REMOVED) + REMOVED)
-            with suppress(OSError):
-                entry.rename(removed)
-                if removed.is_dir() and not removed.is_symlink():
-                    shutil.rmtree(removed, ignore_errors=True)
-                else:
-                    removed.unlink()
+        folder = Folder.named(directory, create=False)
+        for name in folder.names():
+            if name.startswith(PARTIAL + PREFIX):
+                removed = name.removesuffix(REMOVED) + REMOVED
+                with suppress(OSError):
+                    folder.rename(name, removed)
+                    folder.remove(removed)
 
 
 def not_finite(tensors: Tensors, *, infinite: bool = False) -> str | None:
@@ -267,10 +272,10 @@ def prune(directory: Path, keep: int, saved: str) -> None:
 
 
 def _prune(directory: Path, keep: int, saved: str) -> None:
-    names = _names(directory)
+    folder, names = Folder.named(directory, create=False), _names(directory)
     for name, later in itertools.pairwise(names):
         if _order(later)[0] == _order(name)[0]:
-            shutil.rmtree(directory / name, ignore_errors=True)
+            folder.remove(name)
     # A later one is damaged, as otherwise this training would have resumed from it: ignore it.
     names = [name for name in _names(directory) if _order(name) <= _order(saved)]
     scores = {name: score(directory / name) for name in names}
@@ -278,7 +283,7 @@ def _prune(directory: Path, keep: int, saved: str) -> None:
     best = max(scored, key=lambda name: scores[name] or 0.0, default=None)
     for name in names[: max(0, len(names) - keep)]:
         if name != best:
-            shutil.rmtree(directory / name, ignore_errors=True)
+            folder.remove(name)
 
 
 def set_aside(directory: Path) -> Path | None:
@@ -292,9 +297,9 @@ def set_aside(directory: Path) -> Path | None:
     number = 1
     while (aside := directory / f"before-{number}").exists():
         number += 1
-    aside.mkdir()
+    folder = Folder.named(directory)
     for name in names:
-        (directory / name).rename(aside / name)
+        folder.rename(name, name, into=folder.enter(aside.name))
     return aside
 
 

@@ -26,6 +26,7 @@ import safetensors
 
 from hvdtrain.steps.tensor_file import ArraySpec, Stored, TensorFile, file_digest, stored
 from hvdtrain.system.files import read_regular
+from hvdtrain.system.folder import Folder
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 Tensors = Mapping[str, Any]  # arrays, or objects convertible by np.asarray: Stored
@@ -86,13 +87,13 @@ def _index(files: list[Written]) -> bytes:
     return json.dumps(index, indent=1).encode()
 
 
-def write(path: Path, arrays: Arrays) -> Written:
-    """Write ``arrays`` to the file ``path``, types with large elements first for alignment."""
+def write(folder: Folder, name: str, arrays: Arrays) -> Written:
+    """Write ``arrays`` to a new file, types with large elements first for alignment."""
     ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    file = TensorFile(path, {name: ArraySpec.of(value) for name, value in ordered.items()})
-    for name, value in ordered.items():
-        file.write(name, value)
-    return Written(path.name, file.close(), {name: array.nbytes for name, array in arrays.items()})
+    file = TensorFile(folder, name, {key: ArraySpec.of(value) for key, value in ordered.items()})
+    for key, value in ordered.items():
+        file.write(key, value)
+    return Written(name, file.close(), {key: array.nbytes for key, array in arrays.items()})
 
 
 def check_keys(value: Any) -> None:
@@ -115,13 +116,6 @@ def _digest_of_state(state: State) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def flush(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk; flushing its files does not do that."""
     handle = os.open(path, os.O_RDONLY)
@@ -131,18 +125,18 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def seal(folder: Path, files: list[Written], state: State) -> None:
+def seal(folder: Folder, files: list[Written], state: State) -> None:
     """Complete a checkpoint with ``files``: write the index of each kind and ``STATE_FILE``."""
     for kind in (MODEL_FILE, TRAINING_FILE):
         here = [file for file in files if kind_of(file.name) == kind]
         if [file.name for file in here] != [kind]:
-            _write_file(folder / f"{kind}.index.json", _index(here))
+            folder.write(f"{kind}.index.json", _index(here))
     digests = {file.name: file.sha256 for file in files}
     # As it is loaded: keys that are not text would be sorted differently in the digest.
     content = {**json.loads(json.dumps(state)), "format": FORMAT, "sha256": digests}
     digests[STATE_FILE] = _digest_of_state(content)
-    _write_file(folder / STATE_FILE, json.dumps(content, indent=1).encode())
-    flush(folder)
+    folder.write(STATE_FILE, json.dumps(content, indent=1).encode())
+    os.fsync(folder.handle)
 
 
 def read(folder: Path) -> Checkpoint:

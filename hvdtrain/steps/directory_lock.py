@@ -25,6 +25,7 @@ import psutil
 
 from hvdtrain.errors import CheckpointError, UsageError
 from hvdtrain.system.files import read_regular
+from hvdtrain.system.folder import Folder
 from hvdtrain.system.machine.network import boot_id
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
 
@@ -115,7 +116,6 @@ class DirectoryLock:
             CheckpointError: another training has taken it.
         """
         with contextlib.suppress(OSError):  # the save itself reports the error
-            self.directory.mkdir(parents=True, exist_ok=True)
             if self._create():
                 log.warning(
                     "the lock of the checkpoint directory %s is missing: the directory was removed "
@@ -136,11 +136,11 @@ class DirectoryLock:
         holder = _read_holder(self.path)
         if holder and holder[0] and holder[0].token == self.owner.token:
             with contextlib.suppress(OSError):
-                self.path.unlink()
+                Folder.named(self.directory).remove(NAME)
 
     def _create(self) -> bool:
         try:
-            with self.path.open("xb") as file:
+            with Folder.named(self.directory).open(NAME, "xb") as file:
                 file.write(msgspec.json.encode(self.owner))
         except FileExistsError:
             return False
@@ -178,19 +178,20 @@ class DirectoryLock:
             return (os.fstat(probe.fileno()).st_mtime_ns - touched) / 1e9
 
     def _remove(self, dead: Owner | None) -> None:
-        aside = self.directory / f"{NAME}-{self.owner.token}"
+        folder, aside = Folder.named(self.directory), f"{NAME}-{self.owner.token}"
         with contextlib.suppress(FileNotFoundError):  # another process was faster
-            self.path.rename(aside)
-            holder = _read_holder(aside)
+            folder.rename(NAME, aside)
+            holder = _read_holder(self.directory / aside)
             if holder and holder[0] != dead:  # another process has taken it over: restore its lock
                 with contextlib.suppress(FileExistsError):
-                    self.path.hardlink_to(aside)
-            aside.unlink()
+                    os.link(aside, NAME, src_dir_fd=folder.handle, dst_dir_fd=folder.handle)
+            folder.remove(aside)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
             with contextlib.suppress(OSError):
-                os.utime(self.path)
+                folder = Folder.named(self.directory, create=False)
+                os.utime(NAME, dir_fd=folder.handle, follow_symlinks=False)
 
 
 def _read_holder(path: Path) -> Holder | None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import is_regular
+from hvdtrain.system.folder import Folder
 
 
 @dataclass(frozen=True)
@@ -50,29 +51,29 @@ class ArraySpec:
 
 
 class TensorFile:
-    """A new file; write the tensors in the order of ``layouts``, then ``close``.
+    """A new file in ``folder``; write the tensors in the order of ``layouts``, then ``close``.
 
     Raises:
         OSError: from any method, e.g. if the disk is full.
         UsageError: the format has no name for the type of a tensor; there is no file then.
     """
 
-    def __init__(self, path: Path, layouts: Mapping[str, ArraySpec]) -> None:
+    def __init__(self, folder: Folder, name: str, layouts: Mapping[str, ArraySpec]) -> None:
         header, end = {}, 0
-        for name, layout in layouts.items():
+        for tensor, layout in layouts.items():
             if layout.dtype.kind not in "biufc" or layout.dtype.itemsize > 8:
                 raise UsageError(
-                    f"{name} is of type {layout.dtype}, which safetensors cannot store: convert "
+                    f"{tensor} is of type {layout.dtype}, which safetensors cannot store: convert "
                     "it, e.g. complex128 to real and imaginary parts (torch.view_as_real)"
                 )
             begin, end = end, end + layout.nbytes
             shape = list(layout.shape)
-            header[name] = {"dtype": layout.code, "shape": shape, "data_offsets": [begin, end]}
+            header[tensor] = {"dtype": layout.code, "shape": shape, "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text = text.ljust(-(-len(text) // 8) * 8)  # the data begins at a multiple of 8
-        self.path, self._due = path, dict(layouts)
+        self.name, self._due = name, dict(layouts)
         self._digest = hashlib.sha256()
-        self._file = path.open("wb")
+        self._file = folder.open(name, "xb")
         self._put(len(text).to_bytes(8, "little") + text)
 
     def _put(self, data: bytes | memoryview) -> None:

@@ -12,16 +12,17 @@ import fcntl
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
 from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.system.folder import Folder
 
 log = logging.getLogger(__name__)
 
 MOST_READ = 2**28  # bytes: far more than tables, records and states of trainings have
+LOCK = "lock"  # name of a lock file
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that are solved by freeing space
 
 
@@ -102,43 +103,6 @@ def cache_root(environ: Mapping[str, str]) -> Path:
     return Path(base).absolute() / "hvdtrain"
 
 
-def is_own_folder(folder: Path) -> bool:
-    """Create ``folder`` unless it exists; return whether it is this user's directory, and no link.
-
-    Where others can write, somebody may have guessed its name and created it, to put in links that
-    a write would follow, or code that would run.
-
-    Raises:
-        OSError: it cannot be created.
-    """
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(parents=True)
-    status = folder.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-
-
-def claim_folder(folder: Path, name: str = "") -> None:
-    """Create ``folder``, for files with predictable names, or check that it is this user's.
-
-    Raises:
-        UsageError: it belongs to another user, or is a link; the message begins with ``name``.
-        OSError: it cannot be created.
-    """
-    if not (is_own_folder(folder) or _owns_new_files(folder)):
-        raise UsageError(
-            f"{name}{folder} is not a directory of yours: remove it, or use another directory"
-        )
-
-
-def _owns_new_files(folder: Path) -> bool:
-    """Return whether new files get the owner of ``folder``, as if NFS maps all to nobody."""
-    status = folder.lstat()
-    if stat.S_ISDIR(status.st_mode) and os.access(folder, os.W_OK):
-        with tempfile.TemporaryFile(dir=folder) as file:
-            return os.fstat(file.fileno()).st_uid == status.st_uid
-    return False
-
-
 @contextlib.contextmanager
 def resumable(folder: Path) -> Iterator[None]:
     """Convert an ``OSError`` in work in ``folder``, which the next run continues."""
@@ -161,15 +125,16 @@ def is_regular(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def lock(path: Path, activity: str) -> Iterator[None]:
-    """Hold the lock file ``path``; wait, with a message, for another session that ``activity``.
+def lock(folder: Folder, activity: str) -> Iterator[None]:
+    """Hold a lock file in ``folder``; wait, with a message, for another session that ``activity``.
 
     The kernel (flock) releases it when the process ends, for any reason.
 
     Raises:
         OSError: the file cannot be opened.
     """
-    with path.open("a") as stream:
+    path = folder.path / LOCK
+    with folder.open(LOCK, "ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

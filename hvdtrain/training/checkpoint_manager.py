@@ -18,6 +18,7 @@ from hvdtrain.steps.directory_lock import DirectoryLock
 from hvdtrain.steps.sharding import Position
 from hvdtrain.steps.summary import Saves, Stopped
 from hvdtrain.system.files import check_writable
+from hvdtrain.system.folder import Folder
 from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.tasks.task import LossScale
 from hvdtrain.training.checks import SHOWN
@@ -141,21 +142,23 @@ class CheckpointManager:
         """Raise ``UsageError``, on every rank, if some do not see the files of rank 0."""
         collectives = self.adapter.communicator
         name = collectives.broadcast_bytes(f".shared-{uuid.uuid4().hex}".encode()).decode()
-        collectives.on_root((directory / name).touch)
+        collectives.on_root(lambda: Folder.named(directory).open(name, "xb").close())
 
         def check() -> None:
-            if not (directory / name).exists():
+            try:
+                Folder.named(directory, create=False).open(name, "rb").close()
+            except OSError:
                 raise UsageError(
                     f"--checkpoint-dir {directory} is another directory than rank 0's: with "
                     f"--strategy {self.adapter.name} each rank writes a part of a checkpoint: use "
                     "a directory on a file system that all hosts share"
-                )
+                ) from None
 
         try:
             collectives.together(check)
         finally:
             if self.adapter.world.is_writer:
-                (directory / name).unlink(missing_ok=True)
+                Folder.named(directory).remove(name)
 
     def save(self, now: TrainState, stopped: Stopped | None, *, last: bool = False) -> None:
         """Save a checkpoint of ``now``, unless the newest one is the same.

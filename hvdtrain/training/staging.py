@@ -19,7 +19,8 @@ from pathlib import Path
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.tensor_file import file_digest
-from hvdtrain.system.files import FULL, claim_folder, lock
+from hvdtrain.system.files import FULL, lock
+from hvdtrain.system.folder import Folder
 from hvdtrain.system.output.text import duration, plural, printable, size
 from hvdtrain.system.runtime import terminal
 from hvdtrain.workloads.data.packed import INDEX, Pack, Shard, is_packed
@@ -110,8 +111,9 @@ class Copy:
 
     def _run(self) -> None:
         try:
-            claim_folder(self.folder, f"--stage {self.directory}: ")
-            with lock(self.folder / "lock", "copies data to this folder"):
+            parent = Folder.named(self.directory)
+            self._into = parent.own(self.folder.name, f"--stage {self.directory}: ")
+            with lock(self._into, "copies data to this folder"):
                 self._copy()
         except HvdtrainError as error:
             self.error = error
@@ -135,12 +137,10 @@ class Copy:
                     "free some space, use another directory, or omit it"
                 )
             if missing:
-                (self.folder / INDEX).unlink(missing_ok=True)
+                self._into.remove(INDEX)
             list(pool.map(self._fetch, missing))
         if not self._stop.is_set() and not (self.folder / INDEX).exists():
-            partial = self.folder / f"{INDEX}.part"
-            partial.write_bytes(self._index)
-            partial.replace(self.folder / INDEX)
+            self._into.replace(INDEX, self._index)
 
     def _is_there(self, shard: Shard) -> bool:
         path = self.folder / shard.name
@@ -154,9 +154,10 @@ class Copy:
     def _fetch(self, shard: Shard) -> None:
         """Copy a shard, and verify its checksum."""
         source, digest = self.data / shard.name, hashlib.sha256()
-        partial = self.folder / f"{shard.name}.part"
+        partial = f"{shard.name}.part"
         try:
-            with source.open("rb", 0) as file, partial.open("wb") as copy:
+            self._into.remove(partial)
+            with source.open("rb", 0) as file, self._into.open(partial, "xb") as copy:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
                 while chunk := file.read(CHUNK):
                     if self._stop.is_set():
@@ -174,4 +175,4 @@ class Copy:
                 f"{source} is damaged (its SHA-256 differs from that of the packed file): copy it "
                 "again from its source, or pack the data again"
             )
-        partial.replace(self.folder / shard.name)
+        self._into.rename(partial, shard.name)

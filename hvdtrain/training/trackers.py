@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import sys
 import time
 import uuid
@@ -218,7 +219,8 @@ class TensorBoard(Tracker):
         folder = f"{where}/{facts.project}-{facts.training_id}"
         self.note = f"tensorboard: curves in {folder}"
         self._events, self._scalar, self._text = event_pb2, scalar_pb, text_pb
-        self._writer = EventFileWriter(folder)
+        # A random name: it would follow a link that others have put there.
+        self._writer = EventFileWriter(folder, filename_suffix=f".{secrets.token_hex(8)}")
         # If an earlier run has failed, its points after ``step`` are left out.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(event_pb2.Event(step=facts.step + 1, session_log=start))

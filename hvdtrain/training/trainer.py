@@ -20,7 +20,8 @@ from hvdtrain.config.command_line import parse
 from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import check_writable, is_own_folder
+from hvdtrain.system.files import check_writable
+from hvdtrain.system.folder import private_folder
 from hvdtrain.system.machine.threads import local_cores
 from hvdtrain.system.runtime import spawn, terminal
 from hvdtrain.system.runtime.detect import SPAWN, detect, is_restarted
@@ -133,10 +134,11 @@ def _prepare(options: Options) -> CommonAdapter:
     for name in ("summary", "metrics", "timeline", "predict"):
         check_writable(getattr(options, name), f"--{name}")
     keep_freed_memory()
-    if options.compile:  # in the usual place for temporary files, for the next run
+    if options.compile and not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        # In the usual place for temporary files, for the next run; what is in it is executed.
         kernels = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-        if is_own_folder(kernels):  # what is in it will be executed
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+        remedy = "remove it, or set TMPDIR to a directory that only you can write to"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = private_folder(kernels, "--compile", remedy)
     use_scratch_directory()  # before a framework reads the directory of temporary files
     terminal.status(f"importing {options.framework} and its libraries")
     with _hidden("matplotlib", "sklearn"):  # Keras imports them if installed, in 1.5 s

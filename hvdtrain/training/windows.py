@@ -21,6 +21,7 @@ from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import Output
+from hvdtrain.system.folder import Folder
 
 log = logging.getLogger(__name__)
 
@@ -211,9 +212,9 @@ class ProfileWindow(_Window):
         # A random name: the framework would follow a link that others have put there.
         partial = self.folder / f".{secrets.token_hex(8)}.partial.json.gz"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            folder = Folder.named(self.folder)
             profiler.stop(partial)
-            partial.replace(self.file)
+            folder.rename(partial.name, self.file.name)
         except Exception as error:  # of the framework or the file system
             log.warning("--profile: %s cannot be written: %s", self.file, error)
             partial.unlink(missing_ok=True)

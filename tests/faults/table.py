@@ -185,11 +185,21 @@ int fsync(int file) {
     wait_for_the_disk();
     return real(file);
 }
-int rename(const char *from, const char *to) {
-    static int (*real)(const char *, const char *);
-    if (!real) real = dlsym(RTLD_NEXT, "rename");
+int openat64(int folder, const char *path, int flags, ...) {
+    static int (*real)(int, const char *, int, ...);
+    if (!real) real = dlsym(RTLD_NEXT, "openat64");
+    va_list rest;
+    va_start(rest, flags);
+    mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;
+    va_end(rest);
     wait_for_the_disk();
-    return real(from, to);
+    return real(folder, path, flags, mode);
+}
+int renameat(int folder, const char *from, int other, const char *to) {
+    static int (*real)(int, const char *, int, const char *);
+    if (!real) real = dlsym(RTLD_NEXT, "renameat");
+    wait_for_the_disk();
+    return real(folder, from, other, to);
 }
 """
 

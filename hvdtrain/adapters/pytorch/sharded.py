@@ -195,8 +195,9 @@ class Writer:
         for piece in pieces:
             self._layouts[piece.kind][piece.name] = piece.layout
         with self._noted():
+            opened = checkpoints.partial_folder(folder)
             for kind, name in files.items():
-                self._files[kind] = TensorFile(folder / name, self._layouts[kind])
+                self._files[kind] = TensorFile(opened, name, self._layouts[kind])
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -228,7 +229,7 @@ class Writer:
                 continue
             with self._noted():
                 sizes = {name: layout.nbytes for name, layout in self._layouts[kind].items()}
-                written.append(Written(file.path.name, file.close(), sizes))
+                written.append(Written(file.name, file.close(), sizes))
         if self._trouble:
             raise self._trouble
         return written

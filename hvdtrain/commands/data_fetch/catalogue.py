@@ -42,7 +42,7 @@ class DataSet:
     description: str  # for the help
     trainer: str  # as in ``python -m hvdtrain.TRAINER``, with its options
     remotes: tuple[Remote, ...]  # its files, in the order of downloading
-    files: Callable[[Path], Files]  # yields the contents of a downloaded file
+    files: Callable[[IO[bytes]], Files]  # yields the contents of a downloaded file
     growth: float = 1.1  # its size on a disk, relative to that of its archives
 
     @property
@@ -51,38 +51,37 @@ class DataSet:
         return sum(remote.size for remote in self.remotes)
 
 
-def unchanged(path: Path) -> Files:
+def unchanged(file: IO[bytes]) -> Files:
     """Yield the downloaded file."""
-    with path.open("rb") as stream:
-        yield path.name, stream
+    yield Path(file.name).name, file
 
 
-def members(path: Path) -> Files:
+def members(file: IO[bytes]) -> Files:
     """Yield the regular files of an archive, tar or zip; a zip's CRCs are checked."""
-    if path.suffix == ".zip":
-        with zipfile.ZipFile(path) as archive:
+    if file.name.endswith(".zip"):
+        with zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
                 if not info.is_dir():
                     with archive.open(info) as stream:
                         yield info.filename, stream
         return
-    with tarfile.open(path, "r|*") as tar:
+    with tarfile.open(fileobj=file, mode="r|*") as tar:
         for member in tar:
             if member.isfile() and (content := tar.extractfile(member)):
                 yield member.name, content
 
 
-def image_folder(path: Path) -> Files:
+def image_folder(file: IO[bytes]) -> Files:
     """Yield ``train/CLASS/*`` and ``val/CLASS/*`` of an archive with one top-level folder."""
-    for name, stream in members(path):
+    for name, stream in members(file):
         inner = name.partition("/")[2]
         if re.match(r"(train|val)/[^/]+/[^/]+$", inner):
             yield inner, stream
 
 
-def coco(path: Path) -> Files:
+def coco(file: IO[bytes]) -> Files:
     """Yield the images, and the annotations of object instances."""
-    for name, stream in members(path):
+    for name, stream in members(file):
         if re.fullmatch(r"(train|val)2017/\d+\.jpg|annotations/instances_\w+\.json", name):
             yield name, stream
 
@@ -102,12 +101,12 @@ CIFAR10_CLASSES = (
 CIFAR10_RECORD = 1 + 3 * 32 * 32  # bytes: the class, then red, green and blue, row by row
 
 
-def cifar10(path: Path) -> Files:
+def cifar10(file: IO[bytes]) -> Files:
     """Yield each image as PNG, in an image folder; the test images become ``val``."""
     import numpy as np
     from PIL import Image
 
-    for name, stream in members(path):
+    for name, stream in members(file):
         match = re.search(r"(data|test)_batch(_\d)?\.bin$", name)
         if match is None:
             continue

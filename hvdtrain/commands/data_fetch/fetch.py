@@ -7,10 +7,13 @@ FILE.unpacked, whose files and folders are finally moved into the folder.
 
 from __future__ import annotations
 
+import errno
+import functools
 import gzip
 import hashlib
 import http.client
 import json
+import os
 import shutil
 import struct
 import tarfile
@@ -24,7 +27,8 @@ from pathlib import Path
 
 from hvdtrain.commands.data_fetch.catalogue import DataSet, Remote
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.system.files import check_folder, claim_folder, lock, resumable
+from hvdtrain.system.files import check_folder, lock, resumable
+from hvdtrain.system.folder import Folder
 from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
@@ -99,9 +103,10 @@ class Fetch:
         """
         check_folder(self.folder, f"--to {self.folder}")
         with resumable(self.folder):
-            for folder in (self._work.parent, self._work):
-                claim_folder(folder)
-            with lock(self._work.parent / "lock", "fetches into this folder"), Display() as display:
+            self._into = Folder.named(self.folder)
+            work = self._into.own(self._work.parent.name)
+            self._temporary = work.own(self._work.name)
+            with lock(work, "fetches into this folder"), Display() as display:
                 for remote in self.data_set.remotes:
                     self._clear(remote, everything=self._is_installed(remote))
                 self._check()
@@ -129,12 +134,13 @@ class Fetch:
 
     def _clear(self, remote: Remote, *, everything: bool) -> None:
         """Remove incomplete files of a killed run, or all temporary files."""
-        shutil.rmtree(self._path(remote, "unpacking"), ignore_errors=True)
+        remove = self._temporary.remove
+        remove(f"{remote.name}.unpacking")
         if everything or not self._is_unpacked(remote):
-            shutil.rmtree(self._path(remote, "unpacked"), ignore_errors=True)
+            remove(f"{remote.name}.unpacked")
         if everything:
-            for stage in ("", "part"):
-                self._path(remote, stage).unlink(missing_ok=True)
+            remove(remote.name)
+            remove(f"{remote.name}.part")
 
     def _check(self) -> None:
         """Check for conflicting files and free space, before anything is downloaded."""
@@ -158,20 +164,24 @@ class Fetch:
 
     def _download(self, remote: Remote, display: Display) -> None:
         """Download the rest of a file, and check it."""
-        archive, part = self._path(remote), self._path(remote, "part")
-        if archive.exists():
+        part = self._path(remote, "part")
+        if self._path(remote).exists():
             return
         if _size(part) > remote.size:
-            part.unlink()
+            self._temporary.remove(part.name)
         url = self.address(remote)
         self._receive(url, part, remote.size, display)
-        if (md5 := _md5(part)) != remote.md5:
-            part.unlink()
+        digest = hashlib.md5(usedforsecurity=False)
+        with self._temporary.open(part.name, "rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+        if (md5 := digest.hexdigest()) != remote.md5:
+            self._temporary.remove(part.name)
             raise HvdtrainError(
                 f"{url}: the file has the MD5 checksum {md5} instead of {remote.md5} and was "
                 "removed: run it again, or use another mirror (--mirror)"
             )
-        part.replace(archive)
+        self._temporary.rename(part.name, remote.name)
 
     def _receive(self, url: str, part: Path, size: int, display: Display) -> None:
         """Append the missing bytes to ``part``; a lost connection is retried."""
@@ -180,7 +190,9 @@ class Fetch:
         while (start := _size(part)) < size:
             reason = "the connection was closed"
             try:
-                with part.open("ab") as file:
+                with self._temporary.open(part.name, "ab") as file:
+                    if os.fstat(file.fileno()).st_nlink > 1:  # of another file
+                        raise OSError(errno.EMLINK, "is a hard link", str(part))
                     for chunk in self._chunks(url, start, size):
                         file.write(chunk)
                         received = file.tell()
@@ -239,46 +251,42 @@ class Fetch:
 
     def _unpack(self, remote: Remote, display: Display) -> None:
         """Unpack a file into a separate folder, which is renamed when it is complete."""
-        partial = self._path(remote, "unpacking")
-        partial.mkdir()
+        partial = self._temporary.enter(f"{remote.name}.unpacking")
         count, damage = 0, ""
         try:
-            for name, stream in self.data_set.files(self._path(remote)):
-                target = partial / name
-                if ".." in target.parts or not target.is_relative_to(partial):
-                    raise ValueError(f"{name} is outside the target directory")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("wb") as file:
-                    shutil.copyfileobj(stream, file)
-                count += 1
-                display.show(f"unpack {remote.name}: {plural(count, 'file')}")
-            if missing := [name for name in remote.holds if not (partial / name).exists()]:
+            with self._temporary.open(remote.name, "rb") as archive:
+                for name, stream in self.data_set.files(archive):
+                    *folders, last = Path(name).parts
+                    if ".." in (*folders, last) or Path(name).is_absolute():
+                        raise ValueError(f"{name} is outside the target directory")
+                    target = functools.reduce(Folder.enter, folders, partial)
+                    with target.open(last, "xb") as file:
+                        shutil.copyfileobj(stream, file)
+                    count += 1
+                    display.show(f"unpack {remote.name}: {plural(count, 'file')}")
+            if missing := [name for name in remote.holds if name not in partial.names()]:
                 damage = f"{', '.join(missing)} is missing"
         except DAMAGED as error:
             damage = f"{error}" or type(error).__name__
         if damage:
-            self._path(remote).unlink()
+            self._temporary.remove(remote.name)
             raise HvdtrainError(
                 f"{self.address(remote)} cannot be unpacked ({damage}) and was removed: run it "
                 "again, or use another mirror (--mirror)"
             )
-        partial.rename(self._path(remote, "unpacked"))
+        self._temporary.rename(f"{remote.name}.unpacking", f"{remote.name}.unpacked")
 
     def _install(self, remote: Remote) -> None:
         """Move the unpacked files into the folder."""
-        unpacked = self._path(remote, "unpacked")
+        unpacked = self._temporary.enter(f"{remote.name}.unpacked")
+        left = unpacked.names()
         for name in remote.holds:
-            if (unpacked / name).exists():  # otherwise an interrupted run has moved it
+            if name in left:  # otherwise an interrupted run has moved it
                 self._check_free(name)
-                (unpacked / name).replace(self.folder / name)
+                unpacked.rename(name, name, self._into)
         facts = {"url": self.address(remote), "size": remote.size, "md5": remote.md5}
-        self._path(remote, "json").write_text(json.dumps(facts) + "\n")
+        self._temporary.replace(f"{remote.name}.json", f"{json.dumps(facts)}\n".encode())
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _md5(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -24,6 +24,7 @@ from typing import Any
 
 from hvdtrain.commands.install_horovod.recipe import HOROVOD_ARCHIVE, HOROVOD_SHA256
 from hvdtrain.system.files import lock
+from hvdtrain.system.folder import Folder
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class WheelCache:
         """Wait until no other session builds or installs; yield the name of a new log file."""
         folder = self.root / "logs"
         folder.mkdir(parents=True, exist_ok=True)
-        with lock(self.root / "lock", "builds or installs Horovod"):
+        with lock(Folder.named(self.root), "builds or installs Horovod"):
             yield folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{key}.log"
 
     def find(self, key: str) -> CachedWheel | None:

@@ -29,6 +29,7 @@ import numpy as np
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.commands.launch.stage_environment import BASE, CONFIG, HOME
 from hvdtrain.errors import EXIT_OK, UsageError
+from hvdtrain.system.folder import danger
 from hvdtrain.system.machine import mpi_library
 from hvdtrain.system.output.text import size
 from hvdtrain.system.runtime.exit import run_and_exit
@@ -36,7 +37,7 @@ from hvdtrain.system.runtime.scratch import LOCK
 
 PIECE = 2**20  # bytes sent at a time; a pipe holds as much, so that a host unpacks meanwhile
 MARGIN = 1.1  # of the size: files occupy whole blocks
-REMEDY = "set TMPDIR to a directory that each host has on a local disk"
+REMEDY = "set TMPDIR to a directory that each host has on a local disk, and only you can write to"
 
 
 @contextlib.contextmanager
@@ -59,6 +60,8 @@ def make_folder(copy: Path, length: int) -> IO[str]:
     directory = copy.parent
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory: {REMEDY}")
+    if reason := danger(directory):
+        raise UsageError(f"{reason}: {REMEDY}")
     needed, free = int(MARGIN * length), shutil.disk_usage(directory).free
     if free < needed:
         raise UsageError(f"{size(needed)} are needed in {directory}, {size(free)} are free")

@@ -8,6 +8,7 @@ and writes the others.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import io
 import json
@@ -40,7 +41,8 @@ from hvdtrain.commands.pack.source import (
 )
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.tensor_file import file_digest
-from hvdtrain.system.files import check_folder, claim_folder, lock, resumable
+from hvdtrain.system.files import check_folder, lock, resumable
+from hvdtrain.system.folder import Folder
 from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.output.text import size as shown
@@ -109,8 +111,9 @@ class Packing:
                     "or arrays would not match"
                 )
             with resumable(self.out):
-                claim_folder(self._work)
-                with lock(self._work / "lock", "packs into this directory"):
+                self._into = Folder.named(self.out)
+                self._temporary = self._into.own(WORK)
+                with lock(self._temporary, "packs into this directory"):
                     return self._pack(source, pool, display)
 
     def _check_folders(self) -> None:
@@ -145,21 +148,19 @@ class Packing:
         parts = shard_plans(source, shard_size, resize)
         self._clear(parts)
         records = self._write(parts, pool, display)
-        _contents(source, parts, records, digest).save(self.out)
+        _contents(source, parts, records, digest).save(self._into)
         for part in parts:
-            self._record_file(part).unlink()
+            self._temporary.remove(f"{part.name}.json")
         return Pack(self.out), False
-
-    def _record_file(self, part: ShardPlan) -> Path:
-        return self._work / f"{part.name}.json"
 
     def _clear(self, parts: list[ShardPlan]) -> None:
         """Remove unusable files of earlier runs; check the free space."""
         names = {part.name for part in parts}
-        for path in (*self.out.glob("*-??????.tar"), *self._work.glob("*.tar*")):
-            name = path.name.removesuffix(".json")
-            if name not in names or (path.parent == self._work and path.suffix == ".tar"):
-                path.unlink()
+        for folder, pattern in ((self._into, "*-??????.tar"), (self._temporary, "*.tar*")):
+            for file in fnmatch.filter(folder.names(), pattern):
+                is_partial = folder is self._temporary and not file.endswith(".json")
+                if is_partial or file.removesuffix(".json") not in names:
+                    folder.remove(file)
         present = sum(path.stat().st_size for path in self.out.glob("*.tar"))
         needed = 0 if self.options.resize else sum(part.max_size for part in parts) - present
         free = shutil.disk_usage(self.out).free
@@ -197,27 +198,25 @@ class Packing:
 
     def _shard(self, part: ShardPlan) -> ShardRecord:
         """Write a shard, unless it exists and is intact; return its record."""
-        path, file = self.out / part.name, self._record_file(part)
+        path, file = self.out / part.name, self._work / f"{part.name}.json"
         if file.exists() and path.exists():
             known = msgspec.json.decode(file.read_bytes(), type=ShardRecord)
             same = known.fingerprint == part.fingerprint and path.stat().st_size == known.size
             if same and file_digest(path) == known.sha256:
                 self._done += part.size
                 return known
-        file.unlink(missing_ok=True)
-        record = self._write_tar(part, self._work / part.name)
-        (self._work / part.name).replace(path)
-        partial = file.with_suffix(".new")
-        partial.write_text(json.dumps(asdict(record)))
-        partial.replace(file)
+        self._temporary.remove(file.name)
+        record = self._write_tar(part)
+        self._temporary.rename(part.name, part.name, self._into)
+        self._temporary.replace(file.name, json.dumps(asdict(record)).encode())
         return record
 
-    def _write_tar(self, part: ShardPlan, path: Path) -> ShardRecord:
+    def _write_tar(self, part: ShardPlan) -> ShardRecord:
         """Write the tar of ``part``."""
         offsets: list[int] = []
         sizes: list[int] = []
         digest, at = hashlib.sha256(), 0
-        with path.open("wb", BUFFER) as file:
+        with self._temporary.open(part.name, "xb", BUFFER) as file:
             for name, content, is_file in self._members(part):
                 head = _header(name, len(content))
                 if is_file:

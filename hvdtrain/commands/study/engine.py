@@ -24,7 +24,7 @@ from hvdtrain.config.declare import option
 from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import EXIT_USAGE, UsageError
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.files import claim_folder
+from hvdtrain.system.folder import Folder
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import physical_cores, processor
 from hvdtrain.system.machine.threads import equal_threads
@@ -214,7 +214,7 @@ def measure(command: Command, stem: Path, timeout: float | None, label: str) -> 
         UsageError: the folder cannot be created, or is not this user's.
     """
     make_folder(stem.parent)
-    claim_folder(stem.parent, "--out: ")
+    Folder.named(stem.parent.parent).own(stem.parent.name, "--out: ")
     for suffix in (SUMMARY, CURVES, LOG):  # of an interrupted run
         file_path(stem, suffix).unlink(missing_ok=True)
 

@@ -16,10 +16,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hvdtrain.system.folder import danger
 from hvdtrain.system.runtime.detect import detect
 
 LONGEST_FOLDER = 50  # characters; sockets in it have names of at most 108
 LOCK = "lock"  # file in the directory of a process, locked while the process is alive
+USUAL = "/tmp"  # instead of a $TMPDIR in which others may exchange files
 SHARED = Path("/dev/shm")
 PROCESSES = Path("/proc")
 FIRST_NAMESPACE = (
@@ -40,12 +42,15 @@ def use_scratch_directory() -> None:
     and mpirun kills all ranks when one has failed. So a shell in a new session waits for the end of
     this process and removes them.
     """
-    usual = tempfile.gettempdir()
+    named = tempfile.gettempdir()
+    # TensorFlow executes code that it writes there.
+    usual = USUAL if danger(Path(named)) and Path(USUAL).is_dir() else named
     if _clearing or len(usual) > LONGEST_FOLDER:
         return
     if detect(os.environ).local_rank == 0:
-        clear_leftovers()
-    folder = Path(tempfile.mkdtemp(prefix="hvdtrain-"))
+        for temporary in {named, usual}:
+            clear_leftovers(Path(temporary))
+    folder = Path(tempfile.mkdtemp(prefix="hvdtrain-", dir=usual))
     with contextlib.suppress(OSError):  # a file system without locks: no other process removes it
         handle = os.open(folder / LOCK, os.O_CREAT | os.O_WRONLY, 0o600)
         _locks.append(handle)

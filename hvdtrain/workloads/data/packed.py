@@ -29,7 +29,8 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import MOST_READ, replacing
+from hvdtrain.system.files import MOST_READ
+from hvdtrain.system.folder import Folder
 
 INDEX = "index.safetensors"
 WORK = ".pack"  # folder of the state of an unfinished packing
@@ -87,11 +88,11 @@ class PackIndex:
     resize: int  # maximum pixels of the shorter side of an image; 0: not resized
     source: str  # digest of the source data and the options of the packing
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Folder) -> None:
         """Write the index of ``folder``, which completes the packed data.
 
         Raises:
-            HvdtrainError: the index cannot be written.
+            OSError: the index cannot be written.
         """
         arrays = {
             f"{name}.{field}": np.ascontiguousarray(array)
@@ -102,8 +103,7 @@ class PackIndex:
         header["arrays"] = _digest(arrays)
         # One entry: the library does not preserve the order of several.
         data = safetensors.numpy.save(arrays, {"hvdtrain": json.dumps(header)})
-        with replacing(folder / INDEX) as file:
-            file.write(data)
+        folder.replace(INDEX, data)
 
 
 class _Metadata(msgspec.Struct):

@@ -19,7 +19,8 @@ from typing_extensions import override
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import replacing
+from hvdtrain.system.files import resumable
+from hvdtrain.system.folder import Folder
 from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.tasks.metrics import Array, Metric
@@ -87,8 +88,11 @@ class MeanAveragePrecision(Metric):
             draw.rectangle((left, top, left + width, top + height), outline=DETECTED, width=2)
             text = f"{self.coco.names[int(category)]} {score:.2f}"
             draw.text((left + 3, top + 2), text, fill=DETECTED)
-        with replacing(folder / f"{int(self.coco.ids[index]):012}.jpg") as file:
-            picture.save(file, "JPEG")
+        content = io.BytesIO()
+        picture.save(content, "JPEG")
+        with resumable(folder):
+            name = f"{int(self.coco.ids[index]):012}.jpg"
+            Folder.named(folder).replace(name, content.getvalue())
 
 
 def detections(coco: Coco, defaults: torch.Tensor, index: int, output: Array) -> Array:

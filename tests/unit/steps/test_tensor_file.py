@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.tensor_file import ArraySpec, TensorFile, file_digest, stored
+from hvdtrain.system.folder import Folder
 
 ARRAYS = {
     "double": np.arange(12.0).reshape(3, 4),
@@ -28,7 +29,8 @@ ARRAYS = {
 
 
 def written(path: Path, arrays: dict[str, np.ndarray]) -> str:
-    file = TensorFile(path, {name: ArraySpec.of(value) for name, value in arrays.items()})
+    layouts = {name: ArraySpec.of(value) for name, value in arrays.items()}
+    file = TensorFile(Folder.named(path.parent), path.name, layouts)
     for name, value in arrays.items():
         file.write(name, value)
     return file.close()
@@ -69,13 +71,14 @@ def test_rows_equal_those_of_the_whole_tensor(
 
 def test_a_tensor_out_of_order_is_an_error(tmp_path: Path) -> None:
     layouts = {name: ArraySpec.of(ARRAYS[name]) for name in ("double", "half")}
-    file = TensorFile(tmp_path / "a", layouts)
+    folder = Folder.named(tmp_path)
+    file = TensorFile(folder, "a", layouts)
     with pytest.raises(ValueError, match=r"half.* double is due"):
         file.write("half", ARRAYS["half"])
-    file = TensorFile(tmp_path / "b", layouts)
+    file = TensorFile(folder, "b", layouts)
     with pytest.raises(ValueError, match="double"):
         file.write("double", ARRAYS["double"].astype(np.float32))
-    file = TensorFile(tmp_path / "c", layouts)
+    file = TensorFile(folder, "c", layouts)
     file.write("double", ARRAYS["double"])
     with pytest.raises(ValueError, match=r"half.* not written"):
         file.close()

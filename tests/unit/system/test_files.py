@@ -24,11 +24,10 @@ from hvdtrain.system.files import (
     cache_root,
     check_folder,
     check_writable,
-    claim_folder,
-    is_own_folder,
     read_regular,
     replacing,
 )
+from hvdtrain.system.folder import Folder
 from hvdtrain.system.output import plots
 from hvdtrain.training.progress import Progress
 
@@ -67,7 +66,7 @@ def test_new_files_have_the_mode_of_the_umask(mask: int, tmp_path: Path) -> None
         write(tmp_path / "out", b"new")
         arrays = {"weight": np.zeros(2)}
         save(tmp_path / "saved", Checkpoint(arrays, arrays, {"step": 1, "metrics": None}), keep=1)
-        assert is_own_folder(tmp_path / "own")
+        assert Folder.named(tmp_path).own("own")
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -78,19 +77,22 @@ def test_new_files_have_the_mode_of_the_umask(mask: int, tmp_path: Path) -> None
 
 
 def test_a_folder_that_another_user_may_have_made_is_not_ours(tmp_path: Path) -> None:
-    ours, link, file = (tmp_path / name for name in ("ours", "link", "file"))
-    assert is_own_folder(ours / "deep") and is_own_folder(ours / "deep")
-    link.symlink_to(ours)
-    file.touch()
-    assert not is_own_folder(link) and not is_own_folder(file)
-    link.unlink()
-    link.symlink_to(tmp_path / "nowhere")
-    assert not is_own_folder(link) and not (tmp_path / "nowhere").exists()
+    link, folder = tmp_path / "link", Folder.named(tmp_path / "new")
+    for _ in range(2):
+        assert folder.own("ours").path == tmp_path / "new" / "ours"
+    for target in (tmp_path / "new", tmp_path / "nowhere"):
+        link.symlink_to(target)
+        with pytest.raises(UsageError, match="link is not a directory of yours"):
+            Folder.named(tmp_path).own("link")
+        link.unlink()
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file is not a directory of yours"):
+        Folder.named(tmp_path).own("file")
+    assert not (tmp_path / "nowhere").exists()
     if os.geteuid() == 0:
-        os.chown(ours, 65534, 65534)
-        assert not is_own_folder(ours)
+        os.chown(tmp_path / "new" / "ours", 65534, 65534)
         with pytest.raises(UsageError, match="ours is not a directory of yours"):
-            claim_folder(ours)
+            folder.own("ours")
 
 
 def test_cache_root() -> None:
@@ -103,8 +105,8 @@ def test_a_file_system_that_changes_the_owner_of_all_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 1 + tmp_path.stat().st_uid)  # as seen by the user
-    claim_folder(tmp_path / "new")
-    claim_folder(tmp_path / "new")
+    for _ in range(2):
+        Folder.named(tmp_path).own("new")
     assert not list((tmp_path / "new").iterdir())
 
 

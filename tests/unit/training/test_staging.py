@@ -13,6 +13,7 @@ from hvdtrain.commands.pack.packing import Packing
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.files import lock
+from hvdtrain.system.folder import Folder
 from hvdtrain.training.staging import Copy
 from hvdtrain.workloads.data.image_folder import load
 from hvdtrain.workloads.data.packed import INDEX
@@ -114,7 +115,7 @@ def test_killed_in_the_middle_and_again(data: Path, tmp_path: Path) -> None:
 def test_another_session_does_not_keep_it_from_ending(data: Path, tmp_path: Path) -> None:
     copy = Copy(data, tmp_path / "disk")
     copy.folder.mkdir(parents=True)
-    with lock(copy.folder / "lock", "copies data to this folder"):
+    with lock(Folder.named(copy.folder), "copies data to this folder"):
         copy.thread.start()
         stopping = threading.Thread(target=copy.stop, daemon=True)
         stopping.start()

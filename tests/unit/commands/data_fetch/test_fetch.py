@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -313,9 +313,9 @@ def test_members_outside_the_folder_are_rejected(server: Server, name: str, tmp_
 
 @pytest.mark.parametrize("owner", ["user", "other dataset", "meanwhile"])
 def test_existing_files_are_not_overwritten(owner: str, server: Server, tmp_path: Path) -> None:
-    def files(path: Path) -> Files:
+    def files(_: IO[bytes]) -> Files:
         (tmp_path / "a.gz").write_bytes(NOISE[::-1])
-        yield path.name, io.BytesIO(b"theirs")
+        yield "a.gz", io.BytesIO(b"theirs")
 
     data_set = served(server, "mnist", ("a.gz", NOISE, ("a.gz",)))
     if owner == "user":
