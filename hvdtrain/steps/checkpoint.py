@@ -160,9 +160,9 @@ def _order(name: str) -> tuple[int, int]:
 def remove_partial(directory: Path) -> None:
     """Remove leftovers of killed saves; call it on the writing rank only.
 
-    A thread may be about to give one its final name. So each is renamed before it is removed: the
-    thread either comes first, and the checkpoint is complete, or fails. What cannot be removed now
-    remains for the next save.
+    A thread may be about to give one its final name. So each is renamed before it is removed, if
+    possible (a full disk may prevent it): the thread either comes first, and the checkpoint is
+    complete, or fails. What cannot be removed now remains for the next save.
     """
     with suppress(OSError):
         folder = Folder.named(directory, create=False)
@@ -171,7 +171,9 @@ def remove_partial(directory: Path) -> None:
                 removed = name.removesuffix(REMOVED) + REMOVED
                 with suppress(OSError):
                     folder.rename(name, removed)
-                    folder.remove(removed)
+                for left in (removed, name):
+                    with suppress(OSError):
+                        folder.remove(left)
 
 
 def not_finite(tensors: Tensors, *, infinite: bool = False) -> str | None:

@@ -167,8 +167,8 @@ def read_state(folder: Path) -> State:
         raise ValueError(f"format {state['format']}, this hvdtrain reads {FORMAT}")
     if _digest_of_state(state) != state["sha256"][STATE_FILE]:
         raise ValueError(f"the checksum of {STATE_FILE} is wrong")
-    if not isinstance(state["step"], int):
-        raise ValueError(f"step {state['step']!r} is no number")
+    if type(state["step"]) is not int or state["step"] < 0:
+        raise ValueError(f"step {state['step']!r} is no number of updates")
     return state
 
 

@@ -25,6 +25,8 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.files import is_regular
 from hvdtrain.system.folder import Folder
 
+MAX_HEADER = 2**24  # bytes, of about 200,000 tensors: reading more takes minutes and gigabytes
+
 
 @dataclass(frozen=True)
 class ArraySpec:
@@ -55,7 +57,8 @@ class TensorFile:
 
     Raises:
         OSError: from any method, e.g. if the disk is full.
-        UsageError: the format has no name for the type of a tensor; there is no file then.
+        UsageError: the format has no name for the type of a tensor, or they are too many; there is
+            no file then.
     """
 
     def __init__(self, folder: Folder, name: str, layouts: Mapping[str, ArraySpec]) -> None:
@@ -71,6 +74,8 @@ class TensorFile:
             header[tensor] = {"dtype": layout.code, "shape": shape, "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text = text.ljust(-(-len(text) // 8) * 8)  # the data begins at a multiple of 8
+        if len(text) > MAX_HEADER:
+            raise UsageError(f"{name}: {len(layouts):,} tensors, more than can be read again")
         self.name, self._due = name, dict(layouts)
         self._digest = hashlib.sha256()
         self._file = folder.open(name, "xb")
@@ -130,9 +135,14 @@ def stored(path: Path) -> dict[str, Stored]:
     """Return the tensors in the file by name, without reading them.
 
     Raises:
+        ValueError: it has too many tensors.
         safetensors.SafetensorError: it is not a safetensors file.
         OSError: it cannot be read.
     """
+    with path.open("rb") as header:
+        length = int.from_bytes(header.read(8), "little")
+    if MAX_HEADER < length < path.stat().st_size:
+        raise ValueError(f"{path.name}: a header of {length:,} bytes, more than {MAX_HEADER:,}")
     file = safetensors.safe_open(path, framework="numpy")
     return {name: Stored(file, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +277,11 @@ def train_state(state: State) -> TrainState:
         UsageError: a value is missing or of another type, on every rank.
     """
     try:
-        return msgspec.convert(state, TrainState)
+        now = msgspec.convert(state, TrainState)
+        counts = now.step, now.samples, now.skipped, now.loss_count, *astuple(now.position)
+        if min(counts) < 0:
+            raise msgspec.ValidationError("a count is negative")
+        return now
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a surrogate pair
         raise agreed(
             UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -403,6 +404,23 @@ def test_what_is_removed_is_not_completed_meanwhile(
     assert raced and not final.exists() and not list(two.glob(".*"))
 
 
+@pytest.mark.parametrize("failing", [errno.ENOSPC, errno.EDQUOT])
+def test_what_cannot_be_renamed_is_removed(
+    two: Path, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk may refuse a rename; partial checkpoints would fill it further."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(failing, os.strerror(failing))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(Path, "rename", refuse)
+    for _ in range(2):
+        message = error_of(save, two, checkpoint_of(3), keep=3, kind=CheckpointError)
+        assert os.strerror(failing) in message
+        assert sorted_names(two) == ["step-000000001", "step-000000002"]
+
+
 class Killed(BaseException):
     """The process ends here, without any handler."""
 
@@ -471,6 +489,33 @@ def test_everything_is_on_disk_before_the_rename(
     assert {*FILES, ".partial-step-000000001"} <= set(before)
     assert before[-1] == ".partial-step-000000001"
     assert after == [tmp_path.name]
+
+
+def seal(folder: Path, **changes: Any) -> None:
+    """Change the state of a checkpoint, and give it the right checksum."""
+    state = {**json.loads((folder / STATE_FILE).read_text()), **changes}
+    state["sha256"][STATE_FILE] = _digest_of_state(state)
+    (folder / STATE_FILE).write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("step", [-5, True, 2.0])
+def test_a_step_that_is_no_number_of_updates_is_damage(two: Path, step: Any) -> None:
+    seal(two / "step-000000002", step=step)
+    assert is_intact(load_newest(two), 1)
+
+
+def test_a_header_of_too_many_tensors_is_neither_read_nor_written(two: Path) -> None:
+    newest = two / "step-000000002"
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"{number:0100}": entry for number in range(120_000)}).encode()
+    data = len(header).to_bytes(8, "little") + header
+    (newest / MODEL_FILE).write_bytes(data)
+    sha256 = json.loads((newest / STATE_FILE).read_text())["sha256"]
+    seal(newest, sha256={**sha256, MODEL_FILE: hashlib.sha256(data).hexdigest()})
+    assert "a header of" in error_of(load, newest, kind=UsageError)
+    many = dict.fromkeys((f"{number:0200}" for number in range(70_000)), np.zeros(0))
+    message = error_of(save, two, Checkpoint(many, {}, {"step": 3}), keep=3, kind=UsageError)
+    assert "70,000 tensors" in message
 
 
 def test_if_all_are_damaged_the_error_names_the_remedy(two: Path) -> None:

@@ -16,9 +16,10 @@ import pytest
 
 from hvdtrain.collectives.base import SingleRank
 from hvdtrain.config.options import Options
+from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Position
 from hvdtrain.system.runtime.exit import process_status
-from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
+from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState, train_state
 from tests.unit.adapters.test_common_adapter import model_of
 from tests.unit.adapters.test_save import StepAdapter
 
@@ -32,6 +33,10 @@ def test_the_progress_is_read_with_the_results_of_any_metrics(value: float) -> N
     content = {**asdict(state), "origin": {}, "path": "x"}  # and other keys
     restored = msgspec.convert(json.loads(json.dumps(content)), TrainState)
     assert restored == state and restored.metrics and type(restored.metrics["samples"]) is int
+    assert train_state(content) == state
+    for wrong in ({"samples": -1}, {"position": {"epoch": 0, "consumed": -32}}):
+        with pytest.raises(UsageError, match="not the checkpoint of a trainer"):
+            train_state(content | wrong)
 
 
 def test_the_figures_of_saves_in_the_background(
