@@ -86,7 +86,8 @@ def _check_training(options: Options) -> None:
 
 
 def _check_evaluation(options: Options) -> None:
-    mode = "--predict" if options.predict else "--evaluate-only"
+    mode = "--evaluate-only" if options.evaluate_only else "--benchmark inference"
+    mode = "--predict" if options.predict else mode
     if options.benchmark == "training":
         raise UsageError(f"--benchmark training and {mode} contradict each other: give one")
     if not (options.benchmark or options.checkpoint or options.checkpoint_dir):

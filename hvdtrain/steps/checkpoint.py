@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.errors import CheckpointError, UsageError, escaped
+from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError, escaped
 from hvdtrain.steps.checkpoint_files import (
     DAMAGE,
     MODEL_FILE,
@@ -28,6 +29,7 @@ from hvdtrain.steps.checkpoint_files import (
     State,
     Tensors,
     Written,
+    is_of_file_system,
     read,
     read_state,
     score,
@@ -188,6 +190,7 @@ def not_finite(tensors: Tensors, *, infinite: bool = False) -> str | None:
 
 RESTART = "Use another directory, or move its checkpoints away (trainers: --resume never)"
 Check = Callable[[Checkpoint], None]
+RETRY_PAUSES = (1.0, 4.0)  # seconds before a checkpoint is read again
 
 
 def load_newest(
@@ -199,6 +202,7 @@ def load_newest(
 
     Raises:
         UsageError: there are checkpoints, but none can be read; or the directory cannot be listed.
+        HvdtrainError: the file system fails, so that one may be intact and newer.
     """
     try:
         names = _names(directory)
@@ -210,9 +214,7 @@ def load_newest(
     reasons = []
     for name in reversed(names):
         try:
-            checkpoint = read(directory / name)
-            check(checkpoint)
-            return checkpoint
+            return _intact(directory / name, check)
         except DAMAGE as error:
             reason = escaped(f"{type(error).__name__}: {error}")
             reasons.append(f"{name}: {reason}")
@@ -223,6 +225,24 @@ def load_newest(
             f"{remedy}"
         )
     return None
+
+
+def _intact(path: Path, check: Check, pauses: tuple[float, ...] = RETRY_PAUSES) -> Checkpoint:
+    """Read and check a checkpoint; if its file system fails, e.g. by ESTALE, try again."""
+    try:
+        checkpoint = read(path)
+        check(checkpoint)
+    except OSError as error:
+        if not is_of_file_system(error):
+            raise
+        if not pauses:
+            raise HvdtrainError(
+                f"the checkpoint {path} cannot be read ({error.strerror}): run it again "
+                "when its file system works, or move the checkpoint away to use an older one"
+            ) from error
+        time.sleep(pauses[0])
+        return _intact(path, check, pauses[1:])
+    return checkpoint
 
 
 def read_newest_state(path: Path) -> Checkpoint | None:
@@ -256,12 +276,10 @@ def load(path: Path, check: Check = lambda checkpoint: None) -> Checkpoint:
             raise UsageError(f"there is no checkpoint in {path}. {remedy}")
         return newest
     try:
-        checkpoint = read(path)
-        check(checkpoint)
+        return _intact(path, check)
     except DAMAGE as error:
         reason = f"{type(error).__name__}: {error}"
         raise UsageError(f"the checkpoint {path} is damaged ({reason}). {remedy}") from error
-    return checkpoint
 
 
 def prune(directory: Path, keep: int, saved: str) -> None:

@@ -11,6 +11,7 @@ usual for safetensors, ``model-00002-of-00003.safetensors``, with an index. Load
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -48,6 +49,9 @@ DAMAGE = (
     MemoryError,
     safetensors.SafetensorError,
 )
+
+# Errors for a damaged checkpoint whose file system works; None: of libraries.
+ABSENT = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,11 @@ def read_state(folder: Path) -> State:
     return state
 
 
+def is_of_file_system(error: BaseException) -> bool:
+    """Return whether the file system failed, e.g. by ESTALE or EIO: the file may be intact."""
+    return isinstance(error, OSError) and error.errno not in ABSENT
+
+
 def unchecked(folder: Path, state: State) -> Checkpoint:
     """Return the checkpoint in ``folder``, which another rank has checked.
 
@@ -186,12 +195,18 @@ def unchecked(folder: Path, state: State) -> Checkpoint:
 
 
 def score(folder: Path) -> float | None:
-    """Return the score of the checkpoint in ``folder``, higher is better; None: unknown."""
+    """Return the score of the checkpoint in ``folder``, higher is better; None: unknown.
+
+    Raises:
+        OSError: the file system failed.
+    """
     try:
         state = read_state(folder)
         name, higher_is_better = state.get("best", ("accuracy", True))
         value = (state["metrics"] or {})[name]
         good = type(value) in (int, float) and math.isfinite(value)
         return float(value if higher_is_better else -value) if good else None
-    except DAMAGE:
+    except DAMAGE as error:
+        if is_of_file_system(error):
+            raise
         return None

@@ -355,6 +355,8 @@ class TrainingLoop:
         except TrainingError:
             try:
                 with contextlib.suppress(TrainingError):
+                    # Here one rank alone may find a loss that is not finite.
+                    self.adapter.communicator.together(self._read_losses)
                     self._save(last=True)
             except CheckpointError as error:
                 text = str(error)

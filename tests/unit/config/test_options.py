@@ -223,6 +223,11 @@ def test_what_replaces_a_removed_option_or_value(removed: str, tmp_path: Path) -
         (["--predict=p", "--checkpoint-dir=d", "--resume=never"], ["--resume never", "--predict"]),
         (["--evaluate-only", "--checkpoint=c", "--timeline=t"], ["--timeline", "--evaluate-only"]),
         (["--evaluate-only", "--checkpoint=c", "--profile=2:3"], ["--profile", "--evaluate-only"]),
+        (
+            ["--benchmark=inference", "--timeline=t"],
+            ["--timeline", "--benchmark inference"],
+        ),
+        (["--benchmark=inference", "--resume=never"], ["--resume never and --benchmark inference"]),
     ],
 )
 def test_contradictions_name_both_options(line: list[str], words: list[str]) -> None:

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.errors import CheckpointError, UsageError
+from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import checkpoint_files
 from hvdtrain.steps.checkpoint import (
@@ -489,6 +489,32 @@ def test_everything_is_on_disk_before_the_rename(
     assert {*FILES, ".partial-step-000000001"} <= set(before)
     assert before[-1] == ".partial-step-000000001"
     assert after == [tmp_path.name]
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize("failures", [2, 99])
+def test_a_checkpoint_that_the_file_system_does_not_give_is_not_damaged(
+    two: Path, code: int, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one would be resumed silently, and the best one be deleted."""
+    original, calls = checkpoint_files.read_regular, []
+
+    def fail(path: Path) -> bytes:
+        if path.parent.name == "step-000000002" and len(calls) < failures:
+            calls.append(path)
+            raise OSError(code, os.strerror(code), str(path))
+        return original(path)
+
+    monkeypatch.setattr(checkpoint_files, "read_regular", fail)
+    monkeypatch.setattr(checkpoints.time, "sleep", lambda _: None)
+    if failures == 2:
+        assert is_intact(load_newest(two), 2)
+        return
+    for path in (two, two / "step-000000002"):
+        message = error_of(load, path, kind=HvdtrainError)
+        assert f"step-000000002 cannot be read ({os.strerror(code)})" in message
+    save(two, checkpoint_of(3), keep=1)
+    assert "step-000000002" in sorted_names(two)
 
 
 def seal(folder: Path, **changes: Any) -> None:

@@ -14,14 +14,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from hvdtrain.collectives.base import SingleRank
+from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.config.options import Options
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.steps.sharding import Position
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState, train_state
+from hvdtrain.training.loop import TrainingLoop
 from tests.unit.adapters.test_common_adapter import model_of
 from tests.unit.adapters.test_save import StepAdapter
+from tests.unit.conftest import OnRanks
 
 SLOW = 0.2  # seconds
 
@@ -37,6 +39,30 @@ def test_the_progress_is_read_with_the_results_of_any_metrics(value: float) -> N
     for wrong in ({"samples": -1}, {"position": {"epoch": 0, "consumed": -32}}):
         with pytest.raises(UsageError, match="not the checkpoint of a trainer"):
             train_state(content | wrong)
+
+
+def test_a_rank_that_finds_a_bad_loss_before_the_last_save_does_not_leave_the_others(
+    on_ranks: OnRanks,
+) -> None:
+    """The losses are read every 20 steps, and are those of a rank."""
+    saved = []
+
+    def end(communicator: Communicator) -> None:
+        loop = object.__new__(TrainingLoop)
+        adapter = SimpleNamespace(communicator=communicator)
+        save = SimpleNamespace(save=lambda *_, **__: saved.append(communicator.gather(b"")))
+        vars(loop).update(adapter=adapter, checkpoints=save, now=None, _finished=lambda: None)
+
+        def read() -> None:
+            if not communicator.is_root:
+                raise TrainingError("the loss is nan")
+
+        vars(loop).update(_read_losses=read)
+        with loop._saving_before_error():
+            raise TrainingError("the gradients are not finite")
+
+    assert [str(error) for error in on_ranks(2, end)] == ["the gradients are not finite"] * 2
+    assert not saved
 
 
 def test_the_figures_of_saves_in_the_background(
