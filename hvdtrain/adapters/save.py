@@ -158,7 +158,7 @@ class Save:
         try:
             return self.wait()
         except CheckpointError as error:
-            text = f"{error}. The training continues, and the next save tries again"
+            text = f"{error}. The next save tries again"
             self._communicator.on_root(lambda: log.warning("%s", text))
             return None
 

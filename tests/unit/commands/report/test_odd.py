@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
 from hvdtrain.commands.study import records
 from hvdtrain.system.files import MOST_READ
+from tests.conftest import run
 from tests.studies import DDP, WORDS, summary, trial
 
 
@@ -48,6 +50,15 @@ ODD = [
     (STATE, "{}", "step"),
     (STATE, '{"step": 3,', ""),
 ]
+
+
+def test_a_name_in_a_plot_does_not_reach_the_terminal(tmp_path: Path) -> None:
+    """Through matplotlib's warning on a letter that its fonts lack."""
+    epoch = {"kind": "epoch", "step": 3, "eval_loss": 1.0, "eval_\x1b[2J": 0.5}
+    write(tmp_path, "m.jsonl", step(1, loss=1) + step(3, loss=0.5) + json.dumps(epoch) + "\n")
+    outcome = run([sys.executable, "-m", "hvdtrain.cli", "report", "."], cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert "Glyph 27 (\\x1b)" in outcome.err and "\x1b" not in outcome.err
 
 
 def sweep_line(**changed: Any) -> str:

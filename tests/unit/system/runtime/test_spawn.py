@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from hvdtrain.errors import EXIT_PREEMPTED, UsageError
 from hvdtrain.system.runtime.detect import SINGLE_RANK, SPAWN, LaunchInfo, detect
 from hvdtrain.system.runtime.spawn import check_no_launcher, join, spawn
+from tests.conftest import run as run_program
 
 RANK = """
 import json, os, pathlib, signal, sys, time
@@ -31,6 +33,16 @@ def of_unmeasured_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(size: int, program: str) -> int:
     return spawn(size, ["-c", RANK + program])
+
+
+@pytest.mark.parametrize("setup", ["true", "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"])
+def test_a_host_without_loopback_is_wrong_use(setup: str) -> None:
+    if run_program(["unshare", "--net", "true"]).code:
+        pytest.skip("needs root, for a network namespace")
+    program = "from hvdtrain.system.runtime.spawn import spawn; spawn(2, ['-c', ''])"
+    shell = f'{setup}; exec {sys.executable} -c "{program}"'
+    outcome = run_program(["unshare", "--net", "sh", "-c", shell], timeout=60)
+    assert "UsageError: --spawn: 127.0.0.1: " in outcome.err.splitlines()[-1], outcome.err
 
 
 @pytest.mark.parametrize("size", [1, 3])
