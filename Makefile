@@ -56,15 +56,15 @@ $(STAMP):
 	@echo "$(@D) is set up: TensorFlow, PyTorch, Open MPI and tools (3 GB, with CUDA" \
 	    "more), then Horovod's build: some minutes"
 	$(environment)
-	$(call PIP,"1 of 4: pip installs TensorFlow and Open MPI and tools") \
+	@$(call PIP,"1 of 4: pip installs TensorFlow and Open MPI and tools") \
 	    $(WHEELS) --require-hashes --requirement requirements.txt
 	@# By version alone: a CPU build from another index is another file.
-	$(call PIP,"2 of 4: pip installs PyTorch") $(WHEELS) --no-deps $(TORCH)
+	@$(call PIP,"2 of 4: pip installs PyTorch") $(WHEELS) --no-deps $(TORCH)
 	@if python -m pip show torch | grep '^Requires:.*cuda' >/dev/null; then \
 	    $(call PIP,"2 of 4: pip installs CUDA for PyTorch") \
 	    $(WHEELS) --require-hashes --requirement requirements-cuda.txt; fi
 	@# Editable: what a developer changes is what the ranks run, with no second install.
-	$(call PIP,"3 of 4: pip installs hvdtrain") --no-deps --no-build-isolation --editable .
+	@$(call PIP,"3 of 4: pip installs hvdtrain") --no-deps --no-build-isolation --editable .
 	@echo "4 of 4: Horovod is built, or taken from the cache of earlier builds"
 	hvdtrain install-horovod
 	@rm -f $(VENV)/.setup-* && touch $@
@@ -75,9 +75,9 @@ demo: setup  ## train on handwritten digits over two ranks
 .venv-check/.setup-$(FINGERPRINT): export PATH := $(CURDIR)/.venv-check/bin:$(PATHS)
 .venv-check/.setup-$(FINGERPRINT):
 	$(environment)
-	$(call PIP,"1 of 2: pip installs what make check needs") \
+	@$(call PIP,"1 of 2: pip installs what make check needs") \
 	    $(WHEELS) --require-hashes --requirement requirements-check.txt
-	$(call PIP,"2 of 2: pip installs hvdtrain") --no-deps --no-build-isolation --editable .
+	@$(call PIP,"2 of 2: pip installs hvdtrain") --no-deps --no-build-isolation --editable .
 	@rm -f $(@D)/.setup-* && touch $@
 
 check: export PATH := $(CURDIR)/$(CHECK)/bin:$(PATHS)
@@ -109,7 +109,7 @@ soak: setup  ## what takes too long for test-all: faults again and again, all pa
 	python -m tests.faults.soak --data ../shared/data/mnist
 	python -m tests.faults.soak --data ../shared/data/mnist --framework tensorflow
 	python -m tests.fuzz all --seconds 600
-	$(call PIP,"pip installs DALI and the trackers") \
+	@$(call PIP,"pip installs DALI and the trackers") \
 	    $(WHEELS) --require-hashes --requirement requirements-extras.txt
 	HVDTRAIN_LONG=1 $(PYTEST) $(wildcard tests/*/test_dali.py tests/*/test_trackers.py) \
 	    tests/unit/training/test_trackers.py

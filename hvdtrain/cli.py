@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if not words:
-        overview().print_help()
+        print(overview().description, EXAMPLE.splitlines()[-1], sep="\n")  # fits in 24 lines
         return EXIT_USAGE
     if words[0].startswith("-"):
         try:
@@ -163,6 +163,7 @@ def _run(verb: str, words: Sequence[str]) -> int:
     handler = terminal.Handler(sys.stderr)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     logging.getLogger("hvdtrain").setLevel(logging.INFO)
+    logging.captureWarnings(True)  # of matplotlib, with names of any file
     try:
         if verb in DRAWING:
             check_installed(f"hvdtrain {verb}")

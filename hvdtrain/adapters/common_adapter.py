@@ -30,12 +30,7 @@ from hvdtrain.steps.world import World
 from hvdtrain.system.machine import gpus, network
 from hvdtrain.system.machine.gpus import GpuMeter
 from hvdtrain.system.machine.limits import peak_resident_bytes
-from hvdtrain.system.machine.threads import (
-    RankCores,
-    agreed_threads,
-    oversubscription,
-    process_cpus,
-)
+from hvdtrain.system.machine.threads import RankCores, agreed_threads, oversubscription, own_cpus
 from hvdtrain.system.output.text import rank_list
 from hvdtrain.system.runtime import failure_detector
 from hvdtrain.system.runtime.detect import detect
@@ -284,7 +279,7 @@ class CommonAdapter(StateAdapter):
 
         ``index`` is that of this rank's device among the ``visible`` GPUs; 0 visible: a CPU.
         """
-        os.sched_setaffinity(0, process_cpus())  # this thread and workers, if OpenMP has bound it
+        os.sched_setaffinity(0, own_cpus())  # this thread and workers, if OpenMP has bound it
         identity = gpus.identities(visible, os.environ)[index] if visible else ""
         self.meter = GpuMeter(identity) if visible else None
         preflight.check_devices(self.communicator, Device(name, identity, visible), self.ranks)

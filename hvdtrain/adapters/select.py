@@ -71,11 +71,8 @@ def _load(record: Strategy, framework: str) -> CommonAdapter:
     try:
         importlib.import_module(f"{module.rpartition('.')[0]}.adapter")
     except Exception as error:
-        cause, package = " ".join(str(error).split()), PACKAGES[framework]
-        raise UsageError(
-            f"{TITLES[framework]} cannot be imported: {cause}. It is {find_module(package)}: "
-            f"`python -c 'import {package}'` must work first"
-        ) from error
+        where = f"{find_module(PACKAGES[framework])}: {' '.join(str(error).split())}"
+        raise UsageError(f"{TITLES[framework]} cannot be imported: {where}") from error
     try:
         loaded: CommonAdapter = getattr(importlib.import_module(module), name)()
     except UsageError:

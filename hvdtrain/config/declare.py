@@ -61,18 +61,11 @@ REMOVED: Mapping[str, str] = {
     "scaling --saves": BY_FORMULA,
     "timeline --profile": "open the traces of a training's --profile in Perfetto",
 }
-# Names of other programs' options; those that are close to ours are found by their letters.
+# Options of other programs whose letters are not close to ours.
 MEANT: Mapping[str, str] = {
-    "--arch": "--model",
     "--bs": "--batch-size",
-    "--data-dir": "--data",
-    "--grad-clip": "--clip-norm",
-    "--gradient-accumulation-steps": "--accumulate-steps",
     "--learning-rate": "--lr",
-    "--max-epochs": "--epochs",
     "--max-grad-norm": "--clip-norm",
-    "--max-steps": "--num-steps",
-    "--np": "-n",
     "--nproc-per-node": "--ppn",
     "--output-dir": "--checkpoint-dir",
     "--save-dir": "--checkpoint-dir",
@@ -227,8 +220,7 @@ class CommandParser(argparse.ArgumentParser):
         if remedy := REMOVED.get(f"{verb} {name}".strip()):
             return f"{name} was removed: {remedy}"
         known = [name for action in self._actions for name in action.option_strings]
-        meant = MEANT.get(name)
-        near = meant if meant in known else nearest(name, known)
+        near = MEANT.get(name) if MEANT.get(name) in known else nearest(name, known)
         hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
         return f"{name}: no such option; {hint}"
 

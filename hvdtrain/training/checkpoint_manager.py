@@ -17,7 +17,7 @@ from hvdtrain.steps.checkpoint_files import STATE_FILE, State
 from hvdtrain.steps.directory_lock import DirectoryLock
 from hvdtrain.steps.sharding import Position
 from hvdtrain.steps.summary import Saves, Stopped
-from hvdtrain.system.files import check_writable
+from hvdtrain.system.files import check_folder, check_writable
 from hvdtrain.system.folder import Folder
 from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.tasks.task import LossScale
@@ -124,6 +124,7 @@ class CheckpointManager:
             self.task.notes = (*self.task.notes, note)
 
     def _occupy(self, directory: Path) -> None:
+        check_folder(directory, f"--checkpoint-dir {directory}")
         check_writable(directory / STATE_FILE, "--checkpoint-dir")
         lock = DirectoryLock(directory)
         lock.take()

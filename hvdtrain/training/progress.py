@@ -185,7 +185,8 @@ class Progress:
         """Show and record the figures of a log interval."""
         self._record("step", record)
         step, loss = record["step"], loss_text(record["loss"])
-        rate = f"{record['images_per_second']:,.0f} {self.unit}/s"
+        speed = record["images_per_second"]
+        rate = f"{speed:,.{int(speed < 10)}f} {self.unit}/s"
         if "gpu_busy" in record:
             rate += f"  GPU {100 * record['gpu_busy']:.0f} %"
         if self._bar:

@@ -193,7 +193,8 @@ def rows(
     """
     samples, unit, steps = summary.samples_trained, summary.unit, summary.steps_completed or 0
     if speed_only:
-        work = [("measured", f"{samples:,} random {unit} in {plural(steps, 'update')}")]
+        noun = f"random {(unit or 'samples').removesuffix('s')}"
+        work = [("measured", f"{plural(samples or 0, noun)} in {plural(steps, 'update')}")]
     else:
         epochs = plural(summary.epochs_completed or 0, "whole epoch")
         trained = plural(samples or 0, (unit or "samples").removesuffix("s"))

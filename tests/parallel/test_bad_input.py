@@ -35,6 +35,7 @@ from tests.parallel.conftest import (
     [
         (["--batch-size=0"], "--batch-size"),
         (["--resume=must", "--checkpoint-dir=/nonexistent"], "no checkpoint"),
+        (["--checkpoint-dir=setup.cfg"], "setup.cfg is not a writable directory"),
     ],
 )
 def test_wrong_use(options: list[str], word: str) -> None:
@@ -67,7 +68,7 @@ def test_a_broken_framework_is_named(options: list[str], tmp_path: Path) -> None
     outcome = run(command, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert outcome.code == 2
     assert "Traceback" not in outcome.err
-    reason = f"PyTorch cannot be imported: libcudart.so.12: no such file. It is {tmp_path}/torch.py"
+    reason = f"PyTorch cannot be imported: {tmp_path}/torch.py: libcudart.so.12: no such file"
     assert all(reason in line for line in outcome.said), outcome.err
 
 

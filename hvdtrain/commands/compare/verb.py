@@ -11,6 +11,7 @@ from hvdtrain.commands.compare.methods import CompareOptions, Method
 from hvdtrain.commands.compare.trials import LINES, make_comparison, read_trials
 from hvdtrain.commands.study.command_options import NO_COMMAND
 from hvdtrain.config.declare import add_options, from_namespace
+from hvdtrain.config.values import positive
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.steps.summary import nan_to_null, unit_of
 from hvdtrain.system.files import replacing
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hvdtrain compare [options] -- COMMAND...\n       hvdtrain compare --out DIR"
     parser.epilog = EPILOG
     add_options(parser, CompareOptions, defaults=True)
+    parser.add_argument("--repeats", dest="repeat", type=positive, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 

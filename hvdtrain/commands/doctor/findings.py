@@ -40,7 +40,10 @@ def count(findings: Sequence[Finding], state: str) -> int:
 def summary(findings: Sequence[Finding]) -> str:
     """Return the numbers of errors and warnings, in words."""
     counts = ((count(findings, state), state) for state in (ERROR, WARNING))
-    return ", ".join(plural(n, state) for n, state in counts if n) or "no problems found"
+    return (
+        ", ".join(plural(n, state) for n, state in counts if n)
+        or "no problems found (absent parts are optional)"
+    )
 
 
 def findings_text(findings: Sequence[Finding], styles: Mapping[str, str] = STYLES) -> str:

@@ -25,7 +25,6 @@ from hvdtrain.system.machine import gpus, mpi_library
 from hvdtrain.system.machine.frameworks import find_tensorflow, find_torch, versions
 from hvdtrain.system.machine.limits import Resources, find_resources
 from hvdtrain.system.machine.network import boot_id, has_fabric
-from hvdtrain.system.machine.threads import binding
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
@@ -50,7 +49,6 @@ class RankReport:
     mpi: list[str]  # the MPI libraries that mpi4py has loaded
     fabric: bool  # whether the host has an InfiniBand or Omni-Path adapter
     threads: str  # OMP_NUM_THREADS
-    binding: str  # the variable by which OpenMP binds threads to cores; empty: it does not
     sees_directory: bool  # whether rank 0's current directory is visible
     clock_ahead: float  # seconds that the host's clock is ahead of rank 0's
 
@@ -84,7 +82,6 @@ def main() -> int:
         mpi=[str(library) for library in libraries],
         fabric=has_fabric(),
         threads=os.environ.get("OMP_NUM_THREADS", ""),
-        binding=binding(os.environ),
         sees_directory=sees_directory,
         clock_ahead=ahead.get(host, 0.0),
     )

@@ -76,7 +76,8 @@ def find_mpi(environ: Mapping[str, str]) -> MpiLauncher:
         # For example, Debian's Slurm has an mpirun that only calls srun.
         problem = "unknown version"
         if not done.ok:
-            *_, line = ["", *done.output.strip().splitlines()]
+            lines = done.output.strip().splitlines() or [""]
+            line = lines[0 if lines[-1][:1] == " " else -1]  # a usage text ends indented
             problem = f"--version ended with code {done.exit_code}: {line[:SHOWN]}"
         unrecognized.append(f"{program}: {problem}")
     unknown = f" ({'; '.join(unrecognized)})" if unrecognized else ""

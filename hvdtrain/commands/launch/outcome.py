@@ -88,8 +88,7 @@ class JobOutcome:
         directory ``checkpoints``.
 
         Raises:
-            UsageError: a host does not exist.
-            HvdtrainError: the job is incomplete, whatever ``code`` is.
+            HvdtrainError: the job is incomplete, whatever ``code`` is, or a host does not exist.
         """
         mark, lost = self.mark, self.lost_host
         if not (lost is not None and code in UNRELIABLE) and (code or mark in (None, EXIT_OK)):

@@ -67,7 +67,9 @@ def figures(
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         if title in ("Learning rate", "Throughput"):
-            axes.set_ylim(bottom=0)  # small changes must not fill the plot
+            axes.update_datalim([(0, 0)], updatex=False)  # small changes must not fill the plot
+            axes.autoscale_view()
+            axes.set_ylim(bottom=0)
         if len(axes.get_lines()) > 1:
             _legend(figure, axes)
         yield title, figure

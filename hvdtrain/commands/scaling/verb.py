@@ -10,6 +10,7 @@ from hvdtrain.commands.scaling.runs import read_folder, read_table
 from hvdtrain.commands.scaling.sweep import ScalingOptions, make_sweep, submit_sizes
 from hvdtrain.commands.study.command_options import NO_COMMAND
 from hvdtrain.config.declare import add_options, from_namespace
+from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = EPILOG
     add_options(parser, ScalingOptions, defaults=True)
+    parser.add_argument("--repeats", dest="repeat", type=positive, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 

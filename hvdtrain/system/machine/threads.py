@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ def job_cores(cores: int, environ: Mapping[str, str]) -> int:
     return min(cores, batch_share(environ) or cores)
 
 
-# OpenMP, which may bind threads to cores. All ranks that no launcher has bound get the same ones.
+# OpenMP binds ranks that no launcher has bound to the same cores.
 
 
 def binding(environ: Mapping[str, str]) -> str:
@@ -62,14 +62,7 @@ def binding(environ: Mapping[str, str]) -> str:
     return next((name for name in BINDING if environ.get(name)), "")
 
 
-def binding_warning(host: str, variable: str, cpus: Sequence[Collection[int]]) -> str:
-    """Return a warning if ``variable`` binds ranks of a host with these cores to the same ones."""
-    if not variable or sum(map(len, cpus)) == len(set().union(*cpus)):
-        return ""
-    return f"{variable} binds the OpenMP threads of {len(cpus)} ranks of {host} to the same cores"
-
-
-def process_cpus() -> set[int]:
+def own_cpus() -> set[int]:
     """Return the cores of this process, also if OpenMP has bound this thread to one of them."""
     cpus = os.sched_getaffinity(0)
     with suppress(AttributeError):  # no OpenMP is loaded
@@ -97,7 +90,7 @@ class RankCores:
         """Return the values of this process."""
         names = (THREADS, *BATCH, *BINDING)
         known = {name: environ[name] for name in names if name in environ}
-        return RankCores(host, tuple(sorted(process_cpus())), known)
+        return RankCores(host, tuple(sorted(own_cpus())), known)
 
 
 def agreed_threads(ranks: Sequence[RankCores], rank: int) -> int:
@@ -123,10 +116,11 @@ def oversubscription(ranks: Sequence[RankCores], threads: Sequence[int]) -> str:
     for number, rank in enumerate(ranks):
         by_host.setdefault(rank.host, []).append(number)
     for host, local in by_host.items():
-        bound = max(binding(ranks[number].variables) for number in local)
-        if warning := binding_warning(host, bound, [ranks[number].cpus for number in local]):
-            return f"{warning}: unset it"
         cores = len({cpu for number in local for cpu in ranks[number].cpus})
+        bound = max(binding(ranks[number].variables) for number in local)
+        if bound and cores < sum(len(ranks[number].cpus) for number in local):
+            who = f"the OpenMP threads of {len(local)} ranks of {host}"
+            return f"{bound} binds {who} to the same cores: unset it"
         total = sum(threads[number] for number in local)
         if total > max(cores, len(local)):
             return (

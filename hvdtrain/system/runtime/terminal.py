@@ -180,8 +180,11 @@ def main() -> int:
     """Run ``TEXT COMMAND...`` of ``sys.argv``, show TEXT meanwhile, return the exit code."""
     text, *words = sys.argv[1:]
     try:
-        with working(text):
-            return subprocess.run(words, check=False).returncode
+        with working(text), subprocess.Popen(words, stderr=subprocess.PIPE) as process:
+            for line in process.stderr or ():
+                sys.stderr.buffer.write((ERASE.encode() if _drawer else b"") + line)
+                sys.stderr.flush()
+        return process.returncode
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

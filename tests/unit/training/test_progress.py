@@ -42,6 +42,11 @@ def play(show: Progress) -> None:
     show.end("the end", [("label", "value")])
 
 
+def test_a_slow_rate_has_a_decimal(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress(Options()).step({**STEP, "images_per_second": 0.2})
+    assert "  0.2 images/s  " in capsys.readouterr().out
+
+
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     play(Progress(Options()))
     lines = capsys.readouterr().out.splitlines()

@@ -103,12 +103,10 @@ def resource_findings(
     )
     yield warning_if(remedy, "open files", "unlimited" if files is None else str(files))
 
-    processes = resources.processes
-    few = processes is not None and processes < LEAST_PROCESSES * ranks
-    remedy = (
-        "raise ulimit -u, or pids.max of the control group (docker: --pids-limit)" if few else ""
-    )
-    evidence = "unlimited" if processes is None else f"{processes}, threads included"
+    limit = resources.processes
+    few = limit is not None and limit < LEAST_PROCESSES * ranks
+    remedy = "raise ulimit -u, or pids.max (docker: --pids-limit)" if few else ""
+    evidence = f"{limit or 'unlimited'}, threads included"
     yield warning_if(remedy, "processes", evidence)
 
 

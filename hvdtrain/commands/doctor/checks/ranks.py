@@ -21,7 +21,7 @@ from hvdtrain.commands.launch.rank_output import split_endings
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import Device, RankFacts, check_devices, check_software, rank_names
 from hvdtrain.system.machine.network import is_this_host
-from hvdtrain.system.machine.threads import THREADS, binding_warning, threads_per_rank
+from hvdtrain.system.machine.threads import THREADS, threads_per_rank
 from hvdtrain.system.output.tables import message, table
 from hvdtrain.system.output.text import bandwidth, duration, plural, size
 from hvdtrain.system.runtime.command import TIMED_OUT, CommandResult
@@ -144,13 +144,10 @@ def _by_host(ranks: Sequence[RankReport]) -> dict[str, list[RankReport]]:
 
 
 def _cores(ranks: Sequence[RankReport]) -> Finding:
-    """Judge the threads per rank, hosts with more ranks than cores, and OpenMP's binding."""
+    """Judge the threads per rank, and hosts with more ranks than cores."""
     threads, oversubscribed = [], []
     for host, local in _by_host(ranks).items():
         sets = [frozenset(rank.affinity) for rank in local]
-        bound = max(rank.binding for rank in local)
-        if warning := binding_warning(host, bound, sets):
-            return Finding("cores of the ranks", WARNING, warning, f"unset {bound}")
         threads += [threads_per_rank(sets, index) for index in range(len(local))]
         cores = len(frozenset.union(*sets))
         if cores < len(local):

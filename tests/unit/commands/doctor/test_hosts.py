@@ -108,7 +108,6 @@ def rank(number: int, host: str, **changes: Any) -> RankReport:
         mpi=["Open MPI 5.0.11, /env/lib/libmpi.so.40"],
         fabric=False,
         threads="",
-        binding="",
         sees_directory=True,
         clock_ahead=0.0,
     )
@@ -142,13 +141,6 @@ def test_a_differing_rank_is_reported(
     changes: dict[str, Any], check: str, state: str, words: str
 ) -> None:
     assert_finding(judge(rank(0, "a"), rank(1, "b", **changes))[check], state, words)
-
-
-def test_ranks_that_openmp_binds_to_the_same_cores_are_a_warning() -> None:
-    changes = {"binding": "OMP_PLACES", "affinity": [0, 1]}
-    findings = judge(rank(0, "a", **changes), rank(1, "a", **changes))
-    assert_finding(findings["cores of the ranks"], WARNING, "OMP_PLACES binds the OpenMP threads")
-    assert judge(rank(0, "a", binding="OMP_PLACES"))["cores of the ranks"].state == OK
 
 
 def test_ranks_that_share_a_gpu_are_an_error() -> None:

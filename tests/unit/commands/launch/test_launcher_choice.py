@@ -266,8 +266,9 @@ def test_srun_counts_in_a_slurm_job_without_mpirun(tmp_path: Path) -> None:
         find_mpi({"PATH": str(tmp_path)})
 
 
-def test_a_launcher_that_fails_is_quoted(tmp_path: Path) -> None:
-    program = executable(tmp_path / "mpirun", "#!/bin/sh\necho Sorry.\necho no opal\nexit 1\n")
+@pytest.mark.parametrize("text", ["echo Sorry.; echo no opal", "echo no opal; echo '    [-man]'"])
+def test_a_launcher_that_fails_is_quoted(text: str, tmp_path: Path) -> None:
+    program = executable(tmp_path / "mpirun", f"#!/bin/sh\n{text}\nexit 1\n")
     with pytest.raises(UsageError) as error:
         find_mpi({"PATH": str(tmp_path)})
     assert f"({program}: --version ended with code 1: no opal)" in str(error.value)

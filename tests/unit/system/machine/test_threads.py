@@ -159,13 +159,9 @@ def test_more_threads_than_cores_are_reported() -> None:
 )
 def test_ranks_that_openmp_binds_to_the_same_cores(environ: dict[str, str], variable: str) -> None:
     assert binding(environ) == variable
-    warning = oversubscription(ranks(environ, {}), [1] * 4)
-    assert (
-        warning == f"{variable} binds the OpenMP threads of 2 ranks of node1 to the same cores: "
-        "unset it"
-        if variable
-        else warning == ""
-    )
+    text = "binds the OpenMP threads of 2 ranks of node1 to the same cores: unset it"
+    warning = f"{variable} {text}" if variable else ""
+    assert oversubscription(ranks(environ, {}), [1] * 4) == warning
     bound = [RankCores("node1", (rank,), environ) for rank in range(2)]  # by the launcher
     assert oversubscription(bound, [1, 1]) == ""
 

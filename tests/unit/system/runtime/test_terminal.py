@@ -43,6 +43,15 @@ def test_a_command_shows_the_elapsed_time() -> None:
     assert result == "the result"
 
 
+def test_what_a_command_says_meanwhile_does_not_mix_with_its_status() -> None:
+    said = "WARNING: " + 9 * "word " + 60 * "-"
+    shell = ["sh", "-c", f"sleep 1; echo '{said}' >&2; sleep 1; exit 3"]
+    main = [sys.executable, "-m", "hvdtrain.system.runtime.terminal", "1 of 4: pip installs"]
+    seen = record([*main, *shell], columns=80)
+    assert seen.code == 3
+    assert "".join(row.ljust(80) for row in screen(seen.text) if row).rstrip() == said
+
+
 def test_the_status_is_not_written_to_a_file() -> None:
     outcome = run([sys.executable, "-c", PROGRAM.replace("sleep(", "abs(")])
     assert outcome.out == "the result\n"
