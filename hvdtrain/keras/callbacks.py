@@ -232,7 +232,8 @@ class MetricAverageCallback(ModelCallback):
             total = self.adapter.communicator.sum_arrays({**arrays, "seen": seen})
         for index, variable in enumerate(variables):
             variable.assign(total[str(index)].astype(kept[index].dtype))
-        means = [value / max(total["seen"], 1) for name, value in total.items() if " " in name]
+        count = max(float(total["seen"]), 1.0)
+        means = [value / count for name, value in total.items() if " " in name]
         for metric, mean in zip(others, tf.nest.pack_sequence_as(results, means), strict=True):
             vars(metric)["result"] = lambda mean=mean: mean
         logs = type(self.model).get_metrics_result(self.model)

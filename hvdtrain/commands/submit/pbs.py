@@ -79,7 +79,7 @@ class Pbs(Dialect):
     def __init__(self, wraps_slurm: bool = False) -> None:
         """Set ``wraps_slurm`` if qsub and qstat are Slurm's Torque wrappers."""
         self.wraps_slurm = self.inherits = wraps_slurm
-        self.stop = slurm.Slurm.stop if wraps_slurm else Pbs.stop
+        self.stop: tuple[str, ...] = slurm.Slurm.stop if wraps_slurm else Pbs.stop
 
     @override
     def directives(self, job: Job, site: Site) -> list[str]:
