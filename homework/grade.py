@@ -6,7 +6,7 @@ python grade.py handed_in/*.py -n 3 --data ~/mnist -- --epochs 2 --lr 0.02
 Each script runs for two epochs under mpirun, so that a warm-up over epochs is observed, then on one
 rank for comparison, in a temporary folder. It is observed from outside (hvdtrain verify --script),
 so it may be written in any way. A step counts if its effect is observed. Exit code 1: some step of
-some script does not work.
+some script does not work, or a script crashed.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def main() -> int:
     options = read_options(words)
     if options.data:
         arguments += [f"--data={options.data.resolve()}"]
-    counts = {}
+    marks = {}
     for script in options.scripts:
-        counts[script] = grade(script.resolve(), arguments, options.ranks, options.timeout)
-    if len(counts) > 1:
-        print("\n" + "\n".join(f"{count} of 8  {script}" for script, count in counts.items()))
-    return EXIT_OK if set(counts.values()) == {8} else EXIT_FAILURE
+        marks[script] = grade(script.resolve(), arguments, options.ranks, options.timeout)
+    if len(marks) > 1:
+        print("\n" + "\n".join(f"{mark}  {script}" for script, mark in marks.items()))
+    return EXIT_OK if set(marks.values()) == {"8 of 8"} else EXIT_FAILURE
 
 
 def read_options(words: list[str]) -> argparse.Namespace:
@@ -100,7 +100,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:end], words[end + 1 :]
 
 
-def grade(script: Path, arguments: list[str], ranks: int, timeout: float) -> int:
+def grade(script: Path, arguments: list[str], ranks: int, timeout: float) -> str:
     """Run the script, print a line for each step, and return how many work."""
     with tempfile.TemporaryDirectory(prefix="grade-") as folder, contextlib.chdir(folder):
         try:
@@ -110,7 +110,7 @@ def grade(script: Path, arguments: list[str], ranks: int, timeout: float) -> int
             raise
         except HvdtrainError as error:
             print(f"{script.name}: {error}\n0 of 8 steps work", flush=True)
-            return 0
+            return "0 of 8"
     rows = seen.rows
     if rows[0].state != OK:  # independent copies of a script: no step has an effect on all ranks
         reason = "each rank trains by itself: see step 1"
@@ -121,8 +121,9 @@ def grade(script: Path, arguments: list[str], ranks: int, timeout: float) -> int
         print(message(seen.crash))
     for row in rows:
         print(line(row, row.evidence.replace(f"{folder}/", "")))
-    print(f"{count} of 8 steps work", flush=True)
-    return count
+    end = ", but the script crashed" if seen.crash else ""
+    print(f"{count} of 8 steps work{end}", flush=True)
+    return f"{count} of 8{end}"
 
 
 def line(row: StepRow, evidence: str) -> str:

@@ -26,6 +26,11 @@ COMMON = {
     7: (r"if hvd\.rank\(\) == 0:", "if True:"),
     8: (r"hvd\.allreduce\(((torch|tf)\.stack\(.*\)), op=hvd\.Sum\)", r"\1"),
 }
+# A mean over each rank's part of the batch, averaged, where the solution sums.
+MEANS = {
+    "model.named_parameters(), op=hvd.Sum": "model.named_parameters()",
+    "loss / len(batch)": "loss / len(picked)",
+}
 # That each fails alone test_verify.py tells, of the same judge.
 STEPS = range(1, 9) if LONG else (5,)
 BROKEN = {
@@ -94,6 +99,18 @@ def test_a_script_that_was_not_changed_has_no_credit(small: str) -> None:
     found = reports(outcome)["pytorch_mnist.py"]
     assert outcome.code == 1
     assert (found[1], "works" in found.values()) == ("failed", False), outcome.out
+
+
+def test_a_mean_of_the_means_of_uneven_parts(small: str, tmp_path: Path) -> None:
+    text = (HOMEWORK / "pytorch_mnist_hvd.py").read_text()
+    for old, new in MEANS.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "means.py").write_text(text)
+    outcome = grade(str(tmp_path / "means.py"), small)
+    found = reports(outcome)["means.py"]
+    assert (outcome.code, found.pop(5), set(found.values())) == (1, "failed", {"works"})
+    assert "parts of 49 + 48 samples at update 2: the mean of the ranks' means" in outcome.out
 
 
 @pytest.mark.skipif(LONG, reason="the copies are tested with it")

@@ -20,21 +20,38 @@ def after(owner: Any, name: str, listener: Callable[..., object]) -> None:
 
     def call(original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        best_effort(listener, result, *args, **kwargs)
+        listener(result, *args, **kwargs)
         return result
 
     replace(owner, name, call)
 
 
 def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``replacement(original, ...)``; do nothing if there is none."""
+    """Replace ``owner.name`` by ``replacement(original, ...)``; do nothing if there is none.
+
+    The program gets the result or error of the original, even if the replacement fails.
+    """
     original = getattr(owner, name, None)
     if original is None:
         return
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
+        ends: list[Any] = []
+
+        @functools.wraps(original)
+        def call(*passed: Any, **named: Any) -> Any:
+            ends.append(None)
+            ends[-1] = (original(*passed, **named),)
+            return ends[-1][0]
+
+        try:
+            return replacement(call, *args, **kwargs)
+        except Exception as error:
+            if None in ends:  # raised by the original
+                raise
+            _report(replacement, error)
+        return ends[-1][0] if ends else original(*args, **kwargs)
 
     setattr(owner, name, wrapped)
 
@@ -44,9 +61,13 @@ def best_effort(listener: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     try:
         return listener(*args, **kwargs)
     except Exception as error:
-        name = getattr(listener, "__qualname__", listener)
-        sys.stderr.write(f"hvdtrain verify: internal probe {name} failed: {error!r}\n")
+        _report(listener, error)
         return None
+
+
+def _report(listener: Callable[..., Any], error: Exception) -> None:
+    name = getattr(listener, "__qualname__", listener)
+    sys.stderr.write(f"hvdtrain verify: internal probe {name} failed: {error!r}\n")
 
 
 class Depth:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 import traceback
@@ -16,6 +17,8 @@ from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import set_defaults
 
+# Modules that distribute a script without Horovod.
+OTHERS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "mpi4py")
 LONGEST = 300  # characters of an error
 
 
@@ -32,11 +35,12 @@ def main() -> int:
     set_defaults(STALLED)
     watch(recorder, fresh=options.fresh)
     sys.argv = [options.script, *options.arguments]
+    script = os.path.abspath(options.script)  # noqa: PTH100 (as Python's: not resolved)
     sys.path[0] = str(Path(options.script).resolve().parent)
     code = EXIT_OK
     recorder.write()  # marks this rank as started, however it ends
     try:
-        runpy.run_path(options.script, run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
         recorder.record.ended = "its own end"
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_FAILURE if stop.code else EXIT_OK
@@ -47,7 +51,10 @@ def main() -> int:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if len(text) > LONGEST:  # TensorFlow puts the call stack first
             text = f"{text[: LONGEST // 3]} ... {text[-LONGEST * 2 // 3 :]}"
-        recorder.record.ended = text + _line(error, options.script)
+        recorder.record.ended = text + _line(error, script)
+    record = recorder.record
+    if not record.judged:
+        record.other = next((name for name in OTHERS if name in sys.modules), record.other)
     recorder.finish()
     return code
 

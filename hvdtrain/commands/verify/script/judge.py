@@ -17,7 +17,14 @@ from hvdtrain.commands.verify.script.judge_updates import (
     learning_rate,
     mean_gradient,
 )
-from hvdtrain.commands.verify.script.record import OURS, SAME, MetricReduction, Record, Records
+from hvdtrain.commands.verify.script.record import (
+    AVERAGED,
+    OURS,
+    SAME,
+    MetricReduction,
+    Record,
+    Records,
+)
 from hvdtrain.commands.verify.script.samples import first_epoch, on_several, repeated
 from hvdtrain.system.output.text import plural, rank_list
 
@@ -33,7 +40,7 @@ def rows(records: Records, single_rank: Record | None = None) -> list[StepRow]:
     gradient = mean_gradient(records, single_rank)
     summed, divided = (gradient.facts.get(name, False) for name in ("summed", "divided"))
     rate = learning_rate(records, single_rank, summed=summed, divided=divided)
-    if any(call.adasum for record in records for call in record.calls):
+    if any(record.adasum for record in records):
         rate, gradient = (not_seen(4, ADASUM), not_seen(5, ADASUM))
     return [
         world(records),
@@ -240,6 +247,9 @@ def metrics(records: Records) -> StepRow:
         return not_seen(8, f"{rank_list(missing)} ended before reducing a metric")
     if missing:
         return row(8, False, f"metrics are reduced, but not on {rank_list(missing)}")
+    if counted := sum(record.counted for record in records):
+        evidence = f"{AVERAGED} counts {plural(counted, 'stand-in')} of empty parts as samples"
+        return row(8, False, f"{evidence}: count part.count, not the length of the batch")
     reductions = list(zip(*reduced, strict=False))
     for metrics in reductions:
         if any(not _close(metric.after, metrics[0].after) for metric in metrics):

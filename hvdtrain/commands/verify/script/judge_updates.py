@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.commands.verify.rows import StepRow, by_rank, not_seen, number, row
+from hvdtrain.commands.verify.rows import OK, StepRow, by_rank, not_seen, number, row
 from hvdtrain.commands.verify.script.record import (
     SAME,
     SCALED,
@@ -34,6 +34,8 @@ CONSTANT = 1.1  # growth of a global batch that is divided among the ranks, and 
 LOSS = 0.05  # relative difference of the losses of two batches that counts as equal
 IDLE = 1e-2  # relative weight below which the gradients of a rank are not used
 DIVIDED = ": averaged, though each rank's gradient was already divided by the global batch"
+DIVIDED_BEFORE = "divided by the global batch size before"
+KERAS = "import hvdtrain.keras as hvd"
 NO_BROADCAST = "no broadcast was executed"
 STATE = "broadcast_optimizer_state"
 WHOLE = {"broadcast_global_variables", "broadcast_state"}  # all parameters, whatever the arguments
@@ -190,7 +192,30 @@ def mean_gradient(records: Records, single_rank: Record | None) -> StepRow:
     evidence = f"max difference between ranks {number(largest)} over {plural(len(steps), 'update')}"
     result = _composition(records, single_rank, f"{evidence}, {tensors}")
     if rate := _compensation(records, single_rank, result.facts):
-        return row(5, True, f"{result.evidence}; at {rate}", **result.facts)
+        result = row(5, True, f"{result.evidence}; at {rate}", **result.facts)
+    right = result.state == OK and "weights" not in result.facts and not records[0].hvdtrain
+    return _uneven(records, result) if right else result
+
+
+def _uneven(records: Records, result: StepRow) -> StepRow:
+    """Judge an equal mix of the gradients where the ranks' parts are uneven.
+
+    Of sums over the samples, divided by the same number on all ranks, it is correct; of means not.
+    """
+    seen = [zip(record.seen.by_update(), record.shares, strict=False) for record in records]
+    for update, ranks in enumerate(zip(*seen, strict=False), 1):
+        counts = np.array([len(part) for part, _ in ranks])
+        shares = np.array([share for _, share in ranks], float) / counts.clip(1)
+        if counts.min() == counts.max() or not counts.min():
+            continue
+        unseen = np.isnan(shares).any()
+        if DIVIDED_BEFORE in result.evidence if unseen else np.ptp(shares) <= RULE * shares.max():
+            continue
+        evidence = f"{result.evidence}; parts of {by_rank(counts)} samples at update {update}"
+        calls = {call.name.split(".")[-1] for call in records[0].calls}
+        if unseen or "DistributedOptimizer" not in calls:  # the script may weight the gradients
+            return not_seen(5, f"{evidence}: correct if the losses are weighted by these numbers")
+        return row(5, False, f"{evidence}: the mean of the ranks' means")
     return result
 
 
@@ -224,8 +249,8 @@ def _cause(records: Records) -> str:
     calls = {call.name for record in records for call in record.calls}
     if keras := {name for name in calls if name.endswith("keras.DistributedOptimizer")}:
         return (
-            f"; {min(keras)} reduces nothing with Keras 3: use hvd.DistributedGradientTape, or "
-            "hvdtrain's distribute_optimizer"
+            f"; {min(keras)} reduces nothing with Keras 3: use `{KERAS}` instead, or "
+            "hvd.DistributedGradientTape"
         )
     return "; Horovod reduced nothing"
 
@@ -303,7 +328,7 @@ def _combination(
         # The geometric mean of 1 / size and the root of size, since noise makes the gradients of a
         # batch's parts larger by up to that root.
         if divided or part < size**-0.25:
-            return row(5, True, f"{evidence}: divided by the global batch size before")
+            return row(5, True, f"{evidence}: {DIVIDED_BEFORE}")
         return row(5, False, evidence, summed=True)
     weights, _, rank, _ = np.linalg.lstsq(local.T, applied, rcond=1e-6)
     if rank < size or _norm(applied - weights @ local) / scale > REDUCED:

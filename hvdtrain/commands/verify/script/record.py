@@ -60,7 +60,6 @@ class Call:
     base: float = 0.0  # learning rate, and its scaling with the ranks
     factor: float = 0.0
     threads: int | None = None
-    adasum: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,14 +120,20 @@ class Record:
     calls: list[Call] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    shares: list[float | None] = field(default_factory=list)
+    """By update: c if the loss is c times the mean over this rank's samples; None: not seen."""
     initial_rate: float = 0.0  # the one that a scheduler scales
     seen: SeenSamples = field(default_factory=SeenSamples)
     loader: Loader | None = None
     reduced: int = 0  # number of reductions over the ranks
+    adasum: bool = False  # whether one was by Adasum
     metrics: list[MetricReduction] = field(default_factory=list)
+    counted: int = 0  # stand-ins of empty parts that were averaged over as samples
     written: list[str] = field(default_factory=list)  # paths
     waiting: str | None = None  # name of a call that has not returned
     done: int = 0  # number of updates
+    judged: bool = False  # whether Horovod or hvdtrain's adapters were imported
+    other: str | None = None  # name of what else may distribute it
     hvdtrain: bool = False  # whether its adapters are used
     resumed: bool = False  # whether a checkpoint of hvdtrain was loaded
     ended: str | None = None  # how; ``updates`` if it was ended after enough of them
@@ -168,8 +173,12 @@ class ScriptRecorder:
         self.batch = 0  # samples since the last update
         self.local: list[Array] | None = None  # gradients of this rank for the next update
         self.loss: float | None = None  # whose gradients they are
+        self.share: float | None = None  # see ``Record.shares``
         self.ignored = 0  # > 0 outside of the script's training
+        self.shards: Any = None  # of hvdtrain, once the script has made them
+        self.trained, self.stand_ins = 0, 0  # samples, and empty parts, since the last average
         self.inspect: Callable[[], Any] = lambda: None  # reads some of the data at the end
+        self.listen: Callable[[Any], None] = lambda optimizer: None  # to all of its parameters
         self.gradient_tests: list[Callable[[Any], bool]] = []  # one per framework
         cores = sorted(os.sched_getaffinity(0))
         self.record = Record(launch.launcher, launch.size, socket.gethostname(), cores)
@@ -252,10 +261,24 @@ class ScriptRecorder:
 
     def samples(self, values: Array) -> None:
         """Record samples, along the first axis, that the model is trained on."""
-        if self.ignored or not np.ndim(values):
+        if self.ignored or not np.ndim(values) or self._is_stand_in(values):
             return
+        if values.dtype.hasobject:  # strings
+            values = values.astype(bytes)
         self.batch += len(values)
         self._samples.add(values)
+
+    def _is_stand_in(self, values: Array) -> bool:
+        """Return whether hvdtrain replaces an empty part; in Keras by a sample of zeros."""
+        if part := getattr(self.shards, "current", None):
+            return not part.count
+        return self.record.hvdtrain and len(values) == 1 and not values.any()
+
+    def counted(self, count: float) -> None:
+        """Record a number of samples that the script averages over, if it trained on them."""
+        if self.stand_ins and count == self.trained + self.stand_ins:
+            self.record.counted += self.stand_ins
+        self.trained = self.stand_ins = 0
 
     @property
     def detailed(self) -> bool:
@@ -267,6 +290,8 @@ class ScriptRecorder:
         self.record.initial_rate = initial
         if len(self.record.rates) < RATES:
             self.record.rates.append(value)
+            self.record.shares.append(self.share)
+        self.share = None
 
     def update(
         self, before: Sequence[Array], applied: Sequence[Array], state: Sequence[Array] | None
@@ -292,6 +317,9 @@ class ScriptRecorder:
     def count(self) -> None:
         """Count an update, recorded in detail or not."""
         self.record.done += 1
+        if part := getattr(self.shards, "current", None):
+            self.trained += part.count
+            self.stand_ins += not part.count
         self.batch, self.local, self.loss = 0, None, None
         self._samples.update()
         if self.done <= DETAILED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -16,8 +17,9 @@ from hvdtrain.commands.launch.hosts import find_allocation
 from hvdtrain.commands.launch.prepare import Request, prepare
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, StepRow, show
 from hvdtrain.commands.verify.script import judge
+from hvdtrain.commands.verify.script.judge_updates import KERAS
 from hvdtrain.commands.verify.script.record import DETAILED, Record, Records, read_record
-from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, HvdtrainError, UsageError
+from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, HvdtrainError, UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural
@@ -29,13 +31,23 @@ log = logging.getLogger(__name__)
 
 ALL = "all"
 
+# Of a script that another library distributes, and of one that can be verified.
+OTHER_WORDS = r"torch(?:\.| import )distributed|DistributedDataParallel|tf\.distribute\b"
+OUR_IMPORTS = r"(?m)^\s*(?:from|import)\s+(?:horovod|hvdtrain)\b"
+
 HUNG = "a hang"
 CONSEQUENCE = "HorovodInternalError"  # of another rank's failure
 CAUSES = {  # known causes and remedies, by a part of the error
-    "has no attribute 'ref'": "Keras 3: its variables are no tf.Variable, as Horovod requires. "
-    "Pass the value of each: hvd.broadcast_variables([v.value for v in model.variables], "
-    "root_rank=0), likewise to the gradient method of hvd.DistributedGradientTape"
+    "has no attribute 'ref'": f"Keras 3: with model.fit use `{KERAS}`\n"
+    "-> in a loop of your own pass the value of each variable: hvd.broadcast_variables([v.value "
+    "for v in model.variables], root_rank=0), likewise to the gradient method of hvd.DistributedGradientTape"
 }
+
+
+class OtherScriptError(HvdtrainError):
+    """The script is distributed by another library than Horovod and hvdtrain."""
+
+    exit_code = EXIT_USAGE
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,7 @@ def watch(
         bind: whether the launcher binds each rank to cores; if not, step 2 is the script's task.
 
     Raises:
+        OtherScriptError: another library than Horovod and hvdtrain distributes the script.
         HvdtrainError: no rank started the script.
     """
     shared = Path.cwd() if len(find_allocation(os.environ).hosts) > 1 else None
@@ -114,6 +127,9 @@ def watch(
         records, result = run_on(ranks, updates, Path(folder))
         if not records:
             raise HvdtrainError(f"{script} could not be started: {_last(result)}")
+        if other := other_library(records, script):
+            verified = "only scripts that use Horovod or hvdtrain can be verified"
+            raise OtherScriptError(f"{script}: distributed by {other}; {verified}")
         single_rank: list[Record] = []
         if ranks > 1 and any(record.updates for record in records):
             # One rank runs to the end only if the ranks do, to show which samples are an epoch.
@@ -123,6 +139,17 @@ def watch(
             single_rank, _ = run_on(1, updates and DETAILED, path, fresh=fresh)
     rows, ended = judge.rows(records, *single_rank), _ends(records, ranks, result, timeout)
     return ScriptResult(rows, ended, min(record.done for record in records))
+
+
+def other_library(records: Records, script: Path) -> str:
+    """Return what distributes a script without Horovod and hvdtrain; empty if nothing does."""
+    if any(record.world for record in records):
+        return ""
+    text = script.read_text(errors="replace")  # it may have failed before it used them
+    ours = any(record.judged for record in records) or re.search(OUR_IMPORTS, text)
+    word = None if ours else re.search(OTHER_WORDS, text)
+    names = (name for record in records if (name := record.other))
+    return next(names, word.group().replace(" import ", ".") if word else "")
 
 
 def _ends(records: Records, ranks: int, result: CommandResult, timeout: float) -> list[str | None]:
@@ -186,10 +213,14 @@ def report(result: ScriptResult, options: argparse.Namespace, ranks: int) -> Rep
     unseen = [row.step for row in result.rows if row.state == NOT_SEEN]
     more = _more(options, ranks) if unseen and not result.broken else None
     end = f"{failed} of 8 steps failed" if failed else "all steps took effect"
+    if result.broken and not failed:
+        end = f"no step failed, but the script {result.crash.split()[0]}"
+    elif unseen and not failed:
+        end = "nothing failed, but this is no pass"
     if unseen:
-        end = end if failed else "nothing failed"
-        end += ", " if failed else ", but this is no pass: "
+        end += ", " if failed or result.broken else ": "
         end += f"{len(unseen)} of 8 not seen ({', '.join(map(str, unseen))})"
+        end += ", a failure with --strict" if options.strict else ""
         end += "; to see more, run it to its end:" if more else ""
     end = message(end) + (f"\n  {more}" if more else "")  # a command is not wrapped
     headline = f"hvdtrain verify: {options.script.name}, {plural(ranks, 'rank')}, "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,13 +58,20 @@ class HorovodWatch:
     def operations(self, module: Any) -> None:
         """Count all reductions, whatever calls them: ``mpi_ops`` of either framework."""
         for name in OPERATIONS:
-            after(module, name, self._reduced)
+            if function := getattr(module, name, None):
+                listener = partial(self._reduced, inspect.signature(function), module.Adasum)
+                after(module, name, listener)
 
-    def _reduced(self, *_: Any, **__: Any) -> None:
+    def _reduced(
+        self, signature: inspect.Signature, adasum: Any, _: Any, *args: Any, **kwargs: Any
+    ) -> None:
         self.recorder.record.reduced += 1
+        op = signature.bind(*args, **kwargs).arguments.get("op")
+        self.recorder.record.adasum |= op == adasum
 
     def calls(self, module: Any) -> None:
         """Watch the script's calls: ``horovod.torch``, ``horovod.tensorflow`` and Keras'."""
+        self.recorder.record.judged = True
         after(module, "init", lambda *a, **k: self.recorder.joined(_world(module)))
         for names, watched in (
             (BROADCASTS, self._broadcast),
@@ -74,20 +83,17 @@ class HorovodWatch:
                 replace(module, name, watched)
         after(module, "synchronize", self._synchronized)
         optimizer = f"{module.__name__}.DistributedOptimizer"
-        adasum = getattr(module, "Adasum", "no such operation")  # absent in Keras' module
-        after(
-            module,
-            "DistributedOptimizer",
-            lambda *a, **k: self.recorder.call(optimizer, adasum=k.get("op") == adasum),
-        )
+        after(module, "DistributedOptimizer", lambda *a, **k: self.recorder.call(optimizer))
         replace(module, "_make_allreduce_grads_fn", self._reducer)
 
     def adapters(self, module: Any) -> None:
         """Watch ``hvdtrain.adapters.common_adapter``."""
+        self.recorder.record.judged = True
         owner = module.CommonAdapter
         call = self.recorder.call
         after(owner, "initialize", self._initialized)
         after(owner, "shard_data", lambda r, *a, **k: self._sharded("shard_data", r))
+        after(owner, "distribute_optimizer", self._distributed)
         after(owner, SCALED, lambda r, *a, **k: call(SCALED, base=r.base, factor=r.factor))
         after(owner, AVERAGED, self._averaged)
         replace(owner, "broadcast_state", self._broadcast)
@@ -188,7 +194,12 @@ class HorovodWatch:
             HorovodWorld(world.rank, world.size, world.local_rank, world.local_size)
         )
 
+    def _distributed(self, result: tuple[Any, Any], *_: Any, **__: Any) -> None:
+        self.recorder.listen(result[1])  # FSDP replaces the parameters
+        self.recorder.record.reduced += 1  # with most strategies not by Horovod's operations
+
     def _sharded(self, name: str, part: Any) -> None:
+        self.recorder.shards = part
         self.recorder.call(name, shards=part.size, shard=part.rank)
 
     def _averaged(self, result: Any, adapter: Any, /, count: float, **sums: Any) -> None:
@@ -197,6 +208,7 @@ class HorovodWatch:
         before = [float(sums[name]) / count if count else 0.0 for name in names]
         after = [means[name] for name in names]
         self.recorder.metric(f"{AVERAGED} over {total} samples", before, after)
+        self.recorder.counted(count)
 
 
 def checkpoints(module: Any, recorder: ScriptRecorder, *, fresh: bool) -> None:

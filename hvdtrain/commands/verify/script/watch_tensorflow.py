@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.commands.verify.hooks import Depth, after, replace
+from hvdtrain.commands.verify.hooks import Depth, after, best_effort, replace
 from hvdtrain.commands.verify.script.record import ScriptRecorder
 from hvdtrain.system.machine.gpus import tensorflow_processor
 
@@ -29,7 +29,7 @@ def run(note: Callable[..., None], tensors: Sequence[Any] = ()) -> Any:
         return None
 
     def noted(*arrays: Any) -> Any:
-        note(*arrays)
+        best_effort(note, *arrays)
         return np.int32(0)
 
     return tf.numpy_function(noted, list(tensors), tf.int32)
@@ -42,6 +42,7 @@ class TensorFlowWatch:
         self.recorder = recorder
         self.tape = Depth()  # open gradient tapes
         self.layer = Depth()  # open calls of layers
+        self.jacobian = Depth()  # open calls of `jacobian`
         self.gradients: list[Any] = []  # of the last tape, until the update
         recorder.gradient_tests.append(self.is_gradient)
         self.tf: Any = None
@@ -52,7 +53,8 @@ class TensorFlowWatch:
         after(tf.GradientTape, "__enter__", lambda *a: self.tape.__enter__())
         after(tf.GradientTape, "__exit__", lambda *a: self.tape.__exit__())
         replace(tf.GradientTape, "gradient", self._gradient)
-        replace(tf, "function", _without_xla)
+        for name in ("jacobian", "batch_jacobian"):  # they call `gradient` in a vectorized loop
+            replace(tf.GradientTape, name, self._jacobian)
         after(tf.data.Dataset, "shard", self._shard)
         for owner, name in (
             (tf.train.Checkpoint, "save"),
@@ -63,6 +65,8 @@ class TensorFlowWatch:
         from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
         after(polymorphic_function.Function, "__call__", lambda *a, **k: self._end())
+        # Not `Model.compile`: Keras does not compile a loaded model if that has been replaced.
+        replace(polymorphic_function.Function, "__init__", _without_xla)
 
     def keras(self, keras: Any) -> None:
         """Watch Keras from now on."""
@@ -71,7 +75,6 @@ class TensorFlowWatch:
         classes = keras.optimizers.Optimizer.__mro__
         replace(next(owner for owner in classes if "apply" in vars(owner)), "apply", self._apply)
         replace(keras.layers.Layer, "__call__", self._call)
-        replace(keras.Model, "compile", _without_xla)
         for name in ("save", "save_weights", "export"):
             after(keras.Model, name, self._saved)
 
@@ -89,9 +92,15 @@ class TensorFlowWatch:
         shapes = [tuple(grad.shape) for grad in self.gradients if tuple(grad.shape)]
         return any(value is grad for grad in self.gradients) or tuple(value.shape) in shapes
 
+    def _jacobian(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.jacobian:
+            return original(*args, **kwargs)
+
     def _gradient(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Record this rank's loss and its local gradients, before they are reduced."""
         result = original(*args, **kwargs)
+        if self.jacobian.value:
+            return result
         tf = self.tf
         flat = tf.nest.flatten(result)
         dense = [tf.convert_to_tensor(value) for value in flat if value is not None]
@@ -111,21 +120,26 @@ class TensorFlowWatch:
         self.gradients = [value for value in flat if value is not None]
         return tf.nest.pack_sequence_as(result, flat)
 
-    def _apply(self, original: Any, optimizer: Any, grads: Any, variables: Any = None) -> Any:
+    def _apply(
+        self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None
+    ) -> Any:
         """Record an update of a Keras optimizer, after Horovod's wrapper changed the gradients."""
         tf, grads = self.tf, list(grads)
         if self.recorder.ignored or not grads:
-            return original(optimizer, grads, variables)
+            return original(optimizer, grads, trainable_variables)
         self.gradients = []
-        variables = list(optimizer._trainable_variables if variables is None else variables)
+        variables = list(
+            optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        )
         pairs = [(g, v) for g, v in zip(grads, variables, strict=False) if g is not None]
         built = optimizer.built
         rate = tf.identity(tf.convert_to_tensor(optimizer.learning_rate))
-        before = [tf.identity(v.value) for _, v in pairs]
+        # Variables may be of Keras or of TensorFlow.
+        before = [tf.identity(tf.convert_to_tensor(v)) for _, v in pairs]
         # Not `.variables`: Horovod's wrapper overrides it, and that raises in Keras 3.
         slots = [v for v in optimizer._variables if not v.name.endswith("learning_rate")]
-        state = [tf.identity(v.value) for v in slots] if built else []
-        result = original(optimizer, grads, variables)
+        state = [tf.identity(tf.convert_to_tensor(v)) for v in slots] if built else []
+        result = original(optimizer, grads, trainable_variables and variables)
         applied = [tf.convert_to_tensor(g) for g, _ in pairs]
         count = len(pairs)
 
@@ -156,7 +170,7 @@ class TensorFlowWatch:
             result = original(layer, *args, **kwargs)
         inputs = self.tf.nest.flatten(args)[:1]
         trained = level == 1 and self.tape.value and layer.trainable_variables
-        if trained and inputs and self.tf.is_tensor(inputs[0]):
+        if trained and inputs and isinstance(inputs[0], self.tf.Tensor):  # not sparse or ragged
             run(self.recorder.samples, inputs)
         return result
 
@@ -169,6 +183,6 @@ class TensorFlowWatch:
 
 def _without_xla(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Disable XLA: it supports neither Horovod nor the operations that record values."""
-    if kwargs.get("jit_compile") or original.__name__ == "compile":
+    if kwargs.get("jit_compile"):
         kwargs["jit_compile"] = False
     return original(*args, **kwargs)

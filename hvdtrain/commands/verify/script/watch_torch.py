@@ -10,11 +10,12 @@ import dataclasses
 import hashlib
 import importlib
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.commands.verify.hooks import Depth, after
+from hvdtrain.commands.verify.hooks import Depth, after, best_effort, replace
 from hvdtrain.commands.verify.script.record import Array, Loader, ScriptRecorder
 from hvdtrain.system.machine.gpus import pytorch_processor
 
@@ -26,18 +27,20 @@ def watch(torch: Any, recorder: ScriptRecorder) -> None:
     updates = OptimizerWatch(torch, recorder)
     recorder.gradient_tests.append(updates.is_gradient)
     steps = importlib.import_module("torch.optim.optimizer")
-    steps.register_optimizer_step_pre_hook(updates.before)
-    steps.register_optimizer_step_post_hook(updates.after)
+    steps.register_optimizer_step_pre_hook(partial(best_effort, updates.before))
+    steps.register_optimizer_step_post_hook(partial(best_effort, updates.after))
     after(torch.optim.Optimizer, "add_param_group", lambda r, owner, *a, **k: updates.listen(owner))
-    after(torch.Tensor, "backward", updates.backward)
+    recorder.listen = updates.listen
+    replace(torch.Tensor, "backward", updates.backward)
     forward = InputWatch(recorder, updates)
     modules = torch.nn.modules.module
-    modules.register_module_forward_pre_hook(forward.before)
+    modules.register_module_forward_pre_hook(partial(best_effort, forward.before))
     modules.register_module_forward_hook(forward.after, always_call=True)
     loaders = LoaderWatch(torch, recorder)
     recorder.inspect = loaders.inspect
     after(torch.utils.data.DataLoader, "__iter__", lambda r, loader: loaders.begun(loader))
-    after(torch, "save", lambda r, obj, f, *a, **k: recorder.wrote(f))
+    # Called by `save`, which may be pickled by its name.
+    after(torch.serialization, "_open_zipfile_writer", lambda r, file: recorder.wrote(file))
     name = "set_num_threads"
     after(torch, name, lambda r, number: recorder.call(f"torch.{name}", threads=int(number)))
 
@@ -59,7 +62,8 @@ class OptimizerWatch:
         for parameter in _parameters(optimizer):
             if parameter.requires_grad and id(parameter) not in self.parameters:
                 self.parameters[id(parameter)] = parameter
-                parameter.register_hook(self._collector(id(parameter)))
+                hook = partial(best_effort, self._collector(id(parameter)))
+                parameter.register_hook(self.torch.utils.hooks.unserializable_hook(hook))
 
     def _collector(self, key: int) -> Any:
         def collect(gradient: Any) -> None:
@@ -71,8 +75,10 @@ class OptimizerWatch:
 
         return collect
 
-    def backward(self, _: None, loss: Any, *__: Any, **___: Any) -> None:
+    def backward(self, original: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
         """Record the loss of a backward pass, to be added to those since the last step."""
+        self.recorder.share = best_effort(_share, loss, self.recorder.batch)
+        original(loss, *args, **kwargs)
         if self.recorder.detailed and not self.recorder.ignored and loss.numel() == 1:
             self.recorder.loss = (self.recorder.loss or 0.0) + loss.item()
 
@@ -104,6 +110,9 @@ class OptimizerWatch:
             return
         parameters = _parameters(optimizer)
         record = self.recorder.record
+        groups = self.torch.distributed
+        if groups.is_available() and groups.is_initialized():
+            record.other = groups.__name__
         record.processor = record.processor or pytorch_processor(self.torch, parameters[0].device)
         state = [
             _array(value)
@@ -217,6 +226,28 @@ def _parameters(optimizer: Any) -> list[Any]:
     return [value for group in optimizer.param_groups for value in group["params"]]
 
 
+def _share(loss: Any, samples: int) -> float | None:
+    """Return c if ``loss`` is c times a mean over ``samples``; None if its graph does not show it.
+
+    Of a sum over samples c is proportional to their number.
+    """
+    factor, node, name = 1.0, loss.grad_fn, type(loss.grad_fn).__name__
+    while name.startswith(("Div", "Mul", "Neg", "ToCopy")):
+        other = getattr(node, "_saved_other", 1.0)
+        if other is None or getattr(other, "ndim", 0):
+            return None
+        factor *= 1 / float(other) if name.startswith("Div") else float(other)
+        node = node.next_functions[0][0]
+        name = type(node).__name__
+    summed = name.startswith("Sum") or getattr(node, "_saved_reduction", 0) == 2
+    if not summed and not name.startswith("Mean") and not getattr(node, "_saved_reduction", 0):
+        return None
+    sizes = getattr(node, "_saved_self_sym_sizes", None) or node._saved_self.shape
+    if not samples or not sizes or sizes[0] % samples:  # over something else
+        return None
+    return factor * (samples if summed else 1)
+
+
 def _gradient(parameter: Any, value: Any) -> Array:
     """Return a gradient; zeros if the parameter has none."""
     return np.zeros(tuple(parameter.shape)) if value is None else _array(value)
@@ -224,6 +255,8 @@ def _gradient(parameter: Any, value: Any) -> Array:
 
 def _array(tensor: Any) -> Array:
     tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):  # of FSDP; all ranks make the step
+        tensor = tensor.full_tensor()
     if tensor.is_sparse:
         tensor = tensor.to_dense()
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:

@@ -53,6 +53,7 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
             ],
             updates=[update(rank, number) for number in range(5)],
             rates=[rate] * 5,
+            shares=[None] * 5,
             seen=SeenSamples([f"{rank}-{row}" for row in range(80)], list(ENDS), 5),
             reduced=20,
             metrics=[MetricReduction("loss", [1.0 + rank], [1.5])],
@@ -195,6 +196,11 @@ def test_a_single_rank_shows_few_steps() -> None:
     assert states == [OK, OK, *[NOT_SEEN] * 4, OK, OK]
 
 
+OWN = each(hvdtrain=True, metrics=[MetricReduction("average_metrics over 9 samples", [1.0], [1.0])])
+EVEN = on(1, seen=SeenSamples([f"1-{row}" for row in range(74)], [*ENDS[:4], 74], 5))
+WRAPPED = calling("horovod.torch.DistributedOptimizer")
+HALVED = [EVEN, *(updates(rank, local=[v / 2 for v in LOCAL[rank]]) for rank in (0, 1))]
+
 FAULTS: dict[str, tuple[int, list[Change], str]] = {
     "init is not called": (1, [each(world=None)], "hvd.init() was not called"),
     "worlds of one": (1, [world(rank=0, size=1)], "rank 0 was initialized as rank 0 of 1 ("),
@@ -238,6 +244,17 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
         5,
         [updates(loss=1.02)],
         "though each rank's gradient was already divided by the global batch",
+    ),
+    "means of uneven parts": (5, [EVEN, WRAPPED, each(shares=[1.0] * 5)], "of the ranks' means"),
+    "their sum, divided by the ranks": (
+        5,
+        [*HALVED, WRAPPED, each(shares=[0.5] * 5)],
+        "parts of 16 + 10 samples at update 5: the mean of the ranks' means",
+    ),
+    "a stand-in that is counted": (
+        8,
+        [OWN, on(1, counted=2)],
+        "average_metrics counts 2 stand-ins of empty parts as samples: count part.count",
     ),
     "nothing reduced": (5, [each(reduced=0)], "Horovod reduced nothing"),
     "no broadcast, other weights": (
@@ -286,10 +303,9 @@ def test_a_fault_fails_only_its_row(name: str) -> None:
     assert evidence in result[step - 1].evidence, result[step - 1].evidence
 
 
-OWN = each(hvdtrain=True, metrics=[MetricReduction("average_metrics over 9 samples", [1.0], [1.0])])
 FIXED = updates(samples=8)
 SUMMED = [updates(applied=SUM), each(**rates(0.1))]
-ADASUM = [applied(lambda rank: LOCAL[rank]), each(**rates(0.1)), calling("hvd", adasum=True)]
+ADASUM = [applied(lambda rank: LOCAL[rank]), each(**rates(0.1), adasum=True)]
 UNEVEN = [0.6 * first + 0.4 * second for first, second in zip(*LOCAL, strict=True)]
 
 NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
@@ -343,6 +359,21 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
         "the gradients of update 3 are not finite on any rank",
     ),
     "uneven parts": (5, [updates(applied=UNEVEN)], OK, "0.6, 0.4 times the local"),
+    "means of uneven parts, weighted before": (
+        5,
+        [EVEN, WRAPPED, on(0, shares=[16 / 13] * 5), on(1, shares=[10 / 13] * 5)],
+        OK,
+        "4 tensors; to the mean",
+    ),
+    "means of uneven parts, reduced by the script": (
+        5,
+        [EVEN, each(shares=[1.0] * 5)],
+        NOT_SEEN,
+        "16 + 10 samples at update 5: correct if the losses are weighted by these numbers",
+    ),
+    "uneven parts, losses that were not seen": (5, [EVEN], NOT_SEEN, "correct if the losses are"),
+    "sums of uneven parts, losses that were not seen": (5, [EVEN, *HALVED], OK, "before"),
+    "uneven parts, weighted by hvdtrain": (5, [EVEN, OWN], OK, "4 tensors; to the mean"),
     "Adasum, the rate": (4, ADASUM, NOT_SEEN, "Adasum"),
     "Adasum, the gradients": (5, ADASUM, NOT_SEEN, "Adasum"),
     "clipped": (5, [updates(applied=[v / 7 for v in MEAN])], OK, "0.0714, 0.0714 times"),

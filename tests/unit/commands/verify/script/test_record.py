@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -237,6 +238,51 @@ def test_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Number.double.__doc__ == "Twice."
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_program_does_not_notice_a_replacement_that_fails(late: bool) -> None:
+    class Owner:
+        calls = 0
+
+        def call(self, fails: bool) -> int:
+            self.calls += 1
+            if fails:
+                raise KeyError("the program's own")
+            return 5
+
+    def broken(original: Any, owner: Owner, fails: bool) -> Any:
+        if late:
+            original(owner, fails)
+        raise ValueError("of the watch")
+
+    replace(Owner, "call", broken)
+    owner = Owner()
+    assert owner.call(fails=False) == 5
+    with pytest.raises(KeyError, match="the program's own"):
+        owner.call(fails=True)
+    assert owner.calls == 2
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_a_stand_in_is_no_sample(recorder: ScriptRecorder, stand_in: bool) -> None:
+    """A rank without a sample in a global batch computes on one of them, with the weight 0."""
+    recorder.shards = SimpleNamespace(current=SimpleNamespace(count=0 if stand_in else 1))
+    recorder.samples(np.ones((1, 2)))
+    update(recorder)
+    assert len(recorder.record.seen.marks) == recorder.trained == 1 - stand_in
+    recorder.counted(1)  # len(part.indices), not part.count
+    assert recorder.record.counted == stand_in
+    recorder.counted(1)  # of an evaluation
+    assert recorder.record.counted == stand_in
+
+
+def test_a_stand_in_of_keras_is_zeros(recorder: ScriptRecorder) -> None:
+    recorder.samples(np.zeros((1, 2)))
+    recorder.record.hvdtrain = True
+    recorder.samples(np.zeros((1, 2)))
+    recorder.samples(np.array([b"a", b"b"], object))
+    assert len(recorder.record.seen.marks) == 3
+
+
 def show(*batches: np.ndarray) -> SeenSamples:
     """Return the samples of batches, with one update for each."""
     log = SampleLog(SeenSamples())
@@ -249,7 +295,9 @@ def show(*batches: np.ndarray) -> SeenSamples:
 def rank_of(data: np.ndarray, rank: int, size: int, seed: int, batch: int) -> SeenSamples:
     """Return the record of a rank that trains for two epochs on its parts of the batches."""
     shards = Shards(len(data), batch * size, seed, rank, size)
-    return show(*(data[part.indices] for epoch in (0, 1) for part in shards.parts(epoch)))
+    return show(
+        *(data[part.indices[: part.count]] for epoch in (0, 1) for part in shards.parts(epoch))
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, StepRow
+from hvdtrain.commands.verify.script import start
+from hvdtrain.commands.verify.script.record import HorovodWorld, Record
 from hvdtrain.commands.verify.script.start import ScriptResult, report
 
 Ends = tuple[str | None, ...]
@@ -36,6 +40,7 @@ def test_steps_not_seen_are_not_reported_as_passed() -> None:
     assert (shown.exit_code, shown.data["ok"], shown.data["not_seen"]) == (0, True, [7, 8])
     strict = report(result(*states), options(strict=True), 2)
     assert (strict.exit_code, strict.data["ok"]) == (1, False)
+    assert "2 of 8 not seen (7, 8), a failure with --strict; to see more" in strict.text
 
 
 def test_a_script_that_ran_to_its_end_needs_no_further_command() -> None:
@@ -56,8 +61,9 @@ def test_a_crash_comes_first() -> None:
     shown = report(result(OK, *[NOT_SEEN] * 7, ended=(consequence, error), updates=0), options(), 2)
     lines = shown.text.splitlines()
     assert lines[1] == f"crashed before update 1; nothing was checked: rank 1: {error}"
-    assert lines[2].startswith("-> Keras 3: ")
-    assert len(lines) == 3  # no table if no row was seen
+    assert lines[2] == "-> Keras 3: with model.fit use `import hvdtrain.keras as hvd`"
+    assert lines[3].startswith("-> in a loop of your own pass the value of each variable: ")
+    assert len(lines) == 4  # no table if no row was seen
     assert (shown.exit_code, shown.data["crash"]) == (1, "\n".join(lines[1:]))
 
 
@@ -73,3 +79,44 @@ def test_a_failed_row_is_reported_after_the_crash(ended: Ends, updates: int, cra
     assert shown.text.splitlines()[1].startswith(crash)
     assert "failed  6 equal start" in shown.text
     assert shown.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("last", "ended", "end"),
+    [
+        (OK, "ValueError: no loss", "no step failed, but the script crashed"),
+        (OK, "a hang: ended after 9 s", "no step failed, but the script hung"),
+        (NOT_SEEN, "exit code 3", "no step failed, but the script crashed, 1 of 8 not seen (8)"),
+        (FAILED, "exit code 3", "1 of 8 steps failed"),
+    ],
+)
+def test_the_last_line_of_a_crash_is_no_pass(last: str, ended: str, end: str) -> None:
+    shown = report(result(*[OK] * 7, last, ended=(ended, None)), options(), 2)
+    assert (shown.exit_code, shown.text.splitlines()[-1]) == (1, end)
+
+
+NO_UPDATE = Record("mpirun", 2, "node", [0])
+TRAINED = HorovodWorld(0, 2, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "other"),
+    [
+        ("import torch.distributed as dist\n", {}, "torch.distributed"),
+        ("from torch import distributed\n", {}, "torch.distributed"),
+        ("from torch.nn.parallel import DistributedDataParallel\n", {}, "DistributedDataParallel"),
+        ("strategy = tf.distribute.MirroredStrategy()\n", {}, "tf.distribute"),
+        ("from project import main\n", {"other": "accelerate"}, "accelerate"),
+        ("from torch.utils.data.distributed import DistributedSampler\n", {}, ""),
+        ("import torch.distributed\nimport horovod.torch as hvd\n", {}, ""),
+        ("import torch.distributed\nfrom project import main\n", {"judged": True}, ""),
+        ("import torch.distributed\n", {"world": TRAINED, "other": "torch.distributed"}, ""),
+        ("import torch\n", {}, ""),
+    ],
+)
+def test_scripts_of_other_libraries_are_told_apart(
+    text: str, fields: dict[str, Any], other: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert start.other_library([NO_UPDATE, replace(NO_UPDATE, **fields)], script) == other
