@@ -64,7 +64,7 @@ class Pbs(Dialect):
     name, suffix = "pbs", ".pbs"
     change, listing = "qsub -v NAME=VALUE,NAME=VALUE SCRIPT", "qstat"
     # The login shell above a script has no trap: USR1 or TERM ends it and the job. It ignores URG.
-    stop = ("qsig", "-s", "SIGURG")
+    stop: tuple[str, ...] = ("qsig", "-s", "SIGURG")
     nodes = '${SLURM_JOB_NUM_NODES:-$(sort -u "${PBS_NODEFILE:-/etc/hostname}" | wc -l)}'
 
     prologue = (
@@ -79,7 +79,7 @@ class Pbs(Dialect):
     def __init__(self, wraps_slurm: bool = False) -> None:
         """Set ``wraps_slurm`` if qsub and qstat are Slurm's Torque wrappers."""
         self.wraps_slurm = self.inherits = wraps_slurm
-        self.stop: tuple[str, ...] = slurm.Slurm.stop if wraps_slurm else Pbs.stop
+        self.stop = slurm.Slurm.stop if wraps_slurm else Pbs.stop
 
     @override
     def directives(self, job: Job, site: Site) -> list[str]:
