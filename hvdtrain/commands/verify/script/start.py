@@ -40,7 +40,8 @@ CONSEQUENCE = "HorovodInternalError"  # of another rank's failure
 CAUSES = {  # known causes and remedies, by a part of the error
     "has no attribute 'ref'": f"Keras 3: with model.fit use `{KERAS}`\n"
     "-> in a loop of your own pass the value of each variable: hvd.broadcast_variables([v.value "
-    "for v in model.variables], root_rank=0), likewise to the gradient method of hvd.DistributedGradientTape"
+    "for v in model.variables], root_rank=0), likewise to the gradient method of "
+    "hvd.DistributedGradientTape"
 }
 
 

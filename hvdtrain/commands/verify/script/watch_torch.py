@@ -234,7 +234,7 @@ def _share(loss: Any, samples: int) -> float | None:
     factor, node, name = 1.0, loss.grad_fn, type(loss.grad_fn).__name__
     while name.startswith(("Div", "Mul", "Neg", "ToCopy")):
         other = getattr(node, "_saved_other", 1.0)
-        if other is None or getattr(other, "ndim", 0):
+        if other is None or getattr(other, "ndim", False):
             return None
         factor *= 1 / float(other) if name.startswith("Div") else float(other)
         node = node.next_functions[0][0]
