@@ -273,10 +273,11 @@ class PyTorchAdapter(CommonAdapter):
 
     @override
     def distribute_optimizer(self, model: Any, optimizer: Any = None) -> tuple[Any, Any]:
-        if optimizer is not None:
-            optimizer.synchronize = lambda: None  # a strategy that sums gradients replaces it
+        distributed = super().distribute_optimizer(model, optimizer)
         self._models.add(model)
-        return super().distribute_optimizer(model, optimizer)
+        if not hasattr(optimizer, "synchronize"):  # as of a strategy that sums gradients itself
+            optimizer.synchronize = lambda: None
+        return distributed
 
     @override
     def leave_out(self, stand_in: bool) -> None:
