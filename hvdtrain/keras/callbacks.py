@@ -217,8 +217,7 @@ class MetricAverageCallback(ModelCallback):
         metrics += compiled.metrics if compiled else []
         others = [metric for metric in metrics if not _adds_up(metric)]
         if others and not self._noted and self.adapter.world.is_writer:
-            names = ", ".join(metric.name for metric in others)
-            log.warning(NO_SUMS, names)
+            log.warning(NO_SUMS, ", ".join(metric.name for metric in others))
         self._noted = True
         # This rank's results: numbers, arrays or dictionaries.
         results = [metric.result() for metric in others]

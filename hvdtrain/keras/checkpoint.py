@@ -277,6 +277,7 @@ class BackupAndRestore(ModelCallback):
         self._saved = mark
         self._settle()
         self._began = time.monotonic()
+        best = [pair for pair in _best_only(self.model).items() if pair[1].best is not None]
         with self.adapter.waits.during("BackupAndRestore"):
             saved = save(
                 self.adapter,
@@ -286,7 +287,7 @@ class BackupAndRestore(ModelCallback):
                 keep=self.keep,
                 step=self._epochs,
                 of_epoch=self._progress.values(),
-                best={name: each.best for name, each in _best_only(self.model).items()},
+                best={name: each.best for name, each in best if np.isfinite(each.best)},
                 wait=wait,
             )
         if wait:

@@ -309,11 +309,7 @@ class ModelCallback(keras.callbacks.Callback):
         self.adapter = session.adapter()
         prepare(model)
         history, reduction = getattr(model, "history", None), first_sum(model)
-        if (
-            isinstance(history, keras.callbacks.History)
-            and reduction
-            and self.adapter.world.size > 1
-        ):
+        if history and reduction and self.adapter.world.size > 1:
             history.__class__, history.stop = AgreedStop, reduction.stop
             reduction.stop.assign([0.0, 0.0])
 

@@ -93,11 +93,9 @@ def normalize(layer: Any, inputs: Any, reduce: Reduce, world: World, stand_in: A
     rows = reduce(tf.pad(row[None], [[world.rank, world.size - 1 - world.rank], [0, 0]]))
     counts, means, squares = tf.split(rows, [1, *[local.shape[0]] * 2], 1)
     samples = tf.reduce_sum(counts)
-    # All ranks may have a stand-in, in a pass of an accumulation.
-    mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), samples)
-    variance = tf.math.divide_no_nan(
-        tf.reduce_sum(squares + counts * tf.square(means - mean), 0), samples
-    )
+    total = tf.maximum(samples, 1.0)  # all ranks may have a stand-in, in a pass of an accumulation
+    mean = tf.reduce_sum(counts * means, 0) / total
+    variance = tf.reduce_sum(squares + counts * tf.square(means - mean), 0) / total
     _update(layer, mean, variance, samples)
     scale = tf.math.rsqrt(variance + layer.epsilon)  # tf.cast would round it to float32
     if layer.scale:

@@ -773,7 +773,7 @@ def other_metrics() -> None:
                 local[RANK][:, None], local[RANK], callbacks=[average], return_dict=True, verbose=0
             )
     np.testing.assert_allclose(result["largest"], mean)
-    np.testing.assert_allclose(result["total"], y.sum())
+    np.testing.assert_allclose(result["sum"], y.sum())
     assert len(noted) == (SIZE > 1 and RANK == 0), noted
     assert all("for largest. If its state is a sum" in text for text in noted)
 
