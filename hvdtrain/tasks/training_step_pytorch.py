@@ -208,8 +208,9 @@ class TorchTask(Task):
         # then reads the gradient of a max pooling before it is written: the gradients of the layers
         # below are zero. Older versions do not have the option.
         known = torch._inductor.list_options()
-        options: dict[str, Any] | None = {KERNEL_ORDER: False} if KERNEL_ORDER in known else None
-        self.model.forward = torch.compile(self.model.forward, options=options)
+        self.model.forward = torch.compile(
+            self.model.forward, options={KERNEL_ORDER: False} if KERNEL_ORDER in known else None
+        )
 
     @property
     @override

@@ -37,6 +37,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import checkpoint_files
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, STATE_FILE, TRAINING_FILE
+from hvdtrain.system.folder import Folder
 from hvdtrain.system.runtime import failure_detector
 from hvdtrain.system.runtime.failure_detector import (
     ACCEPTING,
@@ -235,7 +236,7 @@ def read_shard(data: bytes, folder: Path) -> None:
     shard, *others = contents.shards
     shard = shard._replace(size=len(data), sha256=hashlib.sha256(data).hexdigest())
     content(folder, {shard.name: data})
-    replace(contents, shards=[shard, *others]).save(folder)
+    replace(contents, shards=[shard, *others]).save(Folder.named(folder))
     names = {name: Names(split.names) for name, split in contents.splits.items()}
     assert isinstance(shard_problem(folder, packed.Pack(folder).contents, names, 0), str | None)
     _read_images(folder)

@@ -175,16 +175,14 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self.released = False  # another wrapper sums the gradients
         self._running = False  # a backward pass runs
         self._summed = False  # the gradients of the last pass, or those that were assigned
-        self._unsummed: set[int] = (
-            set()
-        )  # parameters, by their ids, whose gradients DDP did not sum
+        self._unsummed: set[int] = set()  # ids of parameters whose gradients DDP has not summed
         self._memory: set[int] = set()  # addresses of the sums
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, since the last sum
-        own = [value for value in model.parameters() if value.requires_grad]
-        kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in own]
-        self._buckets = [Bucket("", [own[i] for i in group]) for group in buckets(kinds)]
+        trained = [value for value in model.parameters() if value.requires_grad]
+        kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in trained]
+        self._buckets = [Bucket("", [trained[i] for i in group]) for group in buckets(kinds)]
         watch = _Watch(self)
-        for value in own:
+        for value in trained:
             value.register_post_accumulate_grad_hook(watch)
         # Sums under way: work, future, message, and the type of the gradients.
         self._sums: list[tuple[Any, Any, torch.Tensor, torch.dtype]] = []

@@ -129,8 +129,8 @@ def before_step(gradients: Summing, arguments: Any, named: Any) -> Any:
     Returns:
         The arguments of the step with such a closure; None: it has none.
     """
-    optimizer, *given = arguments
-    closure, *rest = given or [named.get("closure")]
+    optimizer, *positional = arguments
+    closure, *rest = positional or [named.get("closure")]
     if closure is None:
         gradients.synchronize()
         return None

@@ -78,10 +78,10 @@ class Buckets(GradientReduction):
 
     def another(self, name: str) -> Buckets:
         """Return the sums of another optimizer, with the same variables of this rank."""
-        other = copy.copy(self)
-        other.name = name
-        other._reset()
-        return other
+        copied = copy.copy(self)
+        copied.name = name
+        copied._reset()
+        return copied
 
     def _reset(self) -> None:
         self.messages: dict[str, int] | None = None  # of a step: count and bytes

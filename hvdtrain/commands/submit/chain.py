@@ -71,12 +71,12 @@ def decide(events: Sequence[Event], progress: str) -> tuple[str, str]:
         return GO, "the first job of the chain"
     if began["progress"] != progress:
         return GO, f"resuming after job {began['job']}, from {progress.split()[0]}"
-    why, ended = f"job {began['job']} saved no new checkpoint", last(events, "end")
+    reason, ended = f"job {began['job']} saved no new checkpoint", last(events, "end")
     tries = sum(event.get("progress") == progress for event in events)
     in_order = ended and (ended["job"], ended["code"]) == (began["job"], EXIT_PREEMPTED)
     if tries > 1 or in_order:
-        return STUCK, f"{why}: another job would make no progress"
-    return GO, f"{why}, but failed or was killed, perhaps with its host: one more try"
+        return STUCK, f"{reason}: another job would make no progress"
+    return GO, f"{reason}, but failed or was killed, perhaps with its host: one more try"
 
 
 def last(events: Sequence[Event], kind: str) -> Event | None:

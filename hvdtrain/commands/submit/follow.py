@@ -169,8 +169,10 @@ class FollowedJob:
             return State(GONE)
         minutes = f"{SERVER_TIMEOUT / 60:g} min"
         if time.monotonic() > answered + SERVER_TIMEOUT:
-            why = f"the batch system has not answered for {minutes} ({output}); the job continues"
-            return State("", failure=why)
+            failure = (
+                f"the batch system has not answered for {minutes} ({output}); the job continues"
+            )
+            return State("", failure=failure)
         return State("", f"no answer of the batch system, trying for {minutes}")
 
     def _check_log(self) -> None:

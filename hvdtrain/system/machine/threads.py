@@ -67,9 +67,9 @@ def own_cpus() -> set[int]:
     cpus = os.sched_getaffinity(0)
     with suppress(AttributeError):  # no OpenMP is loaded
         openmp = ctypes.CDLL(None)
-        for place in range(openmp.omp_get_num_places()):
-            numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
-            openmp.omp_get_place_proc_ids(place, numbers)
+        for index in range(openmp.omp_get_num_places()):
+            numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(index))()
+            openmp.omp_get_place_proc_ids(index, numbers)
             cpus.update(numbers)
     return cpus
 

@@ -36,8 +36,12 @@ SHARED = "prte-"
 # Signals by which batch systems and terminals stop a job. URG is the one that reaches the ranks of
 # a PBS job: it goes to every process, and most others would end the login shell above the script.
 STOP_SIGNALS = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG),
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGURG,
 )
 
 FORWARD = 1.0  # seconds for mpirun to forward the rank's output

@@ -174,10 +174,10 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
     others: list[Path] = []
     start = len(os.fspath(split)) + 1
     for label, name in enumerate(classes):
-        found = sorted(images_below(split / name, ENDINGS + OTHER_ENDINGS))
-        images = [entry for entry in found if entry[0].suffix.lower() in ENDINGS]
+        entries = sorted(images_below(split / name, ENDINGS + OTHER_ENDINGS))
+        images = [entry for entry in entries if entry[0].suffix.lower() in ENDINGS]
         others += [
-            path for path, is_file in found if is_file and path.suffix.lower() not in ENDINGS
+            path for path, is_file in entries if is_file and path.suffix.lower() not in ENDINGS
         ]
         for path, is_file in images:
             if not (is_file or skip_broken):

@@ -54,7 +54,7 @@ def main() -> int:
         recorder.record.ended = text + _line(error, script)
     record = recorder.record
     if not record.judged:
-        record.other = next((name for name in OTHERS if name in sys.modules), record.other)
+        record.library = next((name for name in OTHERS if name in sys.modules), record.library)
     recorder.finish()
     return code
 

@@ -133,7 +133,7 @@ class Record:
     waiting: str | None = None  # name of a call that has not returned
     done: int = 0  # number of updates
     judged: bool = False  # whether Horovod or hvdtrain's adapters were imported
-    other: str | None = None  # name of what else may distribute it
+    library: str | None = None  # name of what else may distribute it
     hvdtrain: bool = False  # whether its adapters are used
     resumed: bool = False  # whether a checkpoint of hvdtrain was loaded
     ended: str | None = None  # how; ``updates`` if it was ended after enough of them

@@ -128,9 +128,9 @@ def watch(
         records, result = run_on(ranks, updates, Path(folder))
         if not records:
             raise HvdtrainError(f"{script} could not be started: {_last(result)}")
-        if other := other_library(records, script):
+        if library := other_library(records, script):
             verified = "only scripts that use Horovod or hvdtrain can be verified"
-            raise OtherScriptError(f"{script}: distributed by {other}; {verified}")
+            raise OtherScriptError(f"{script}: distributed by {library}; {verified}")
         single_rank: list[Record] = []
         if ranks > 1 and any(record.updates for record in records):
             # One rank runs to the end only if the ranks do, to show which samples are an epoch.
@@ -149,7 +149,7 @@ def other_library(records: Records, script: Path) -> str:
     text = script.read_text(errors="replace")  # it may have failed before it used them
     ours = any(record.judged for record in records) or re.search(OUR_IMPORTS, text)
     word = None if ours else re.search(OTHER_WORDS, text)
-    names = (name for record in records if (name := record.other))
+    names = (name for record in records if (name := record.library))
     return next(names, word.group().replace(" import ", ".") if word else "")
 
 

@@ -112,7 +112,7 @@ class OptimizerWatch:
         record = self.recorder.record
         groups = self.torch.distributed
         if groups.is_available() and groups.is_initialized():
-            record.other = groups.__name__
+            record.library = groups.__name__
         record.processor = record.processor or pytorch_processor(self.torch, parameters[0].device)
         state = [
             _array(value)
@@ -233,10 +233,10 @@ def _share(loss: Any, samples: int) -> float | None:
     """
     factor, node, name = 1.0, loss.grad_fn, type(loss.grad_fn).__name__
     while name.startswith(("Div", "Mul", "Neg", "ToCopy")):
-        other = getattr(node, "_saved_other", 1.0)
-        if other is None or getattr(other, "ndim", False):
+        operand = getattr(node, "_saved_other", 1.0)
+        if operand is None or getattr(operand, "ndim", False):
             return None
-        factor *= 1 / float(other) if name.startswith("Div") else float(other)
+        factor *= 1 / float(operand) if name.startswith("Div") else float(operand)
         node = node.next_functions[0][0]
         name = type(node).__name__
     summed = name.startswith("Sum") or getattr(node, "_saved_reduction", 0) == 2
