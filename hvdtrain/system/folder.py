@@ -144,17 +144,18 @@ def private_folder(path: Path, option: str, remedy: str) -> str:
         UsageError: others can write to it, or exchange it.
     """
     try:
-        if not (reason := danger(path.parent)):
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-            status = path.lstat()
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if is_own and not status.st_mode & OTHERS:
-                return str(path)
-            reason = f"{path} is not a directory that only you can write to"
+        if reason := danger(path.parent):
+            raise UsageError(f"{option}: {reason}: {remedy}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        status = path.lstat()
     except OSError as error:
-        reason = f"{error.filename}: {error.strerror}"
-    raise UsageError(f"{option}: {reason}: {remedy}")
+        raise UsageError(f"{option}: {error.filename}: {error.strerror}: {remedy}") from error
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_own or status.st_mode & OTHERS:
+        reason = f"{path} is not a directory that only you can write to"
+        raise UsageError(f"{option}: {reason}: remove it, or {remedy}")
+    return str(path)
 
 
 def danger(path: Path) -> str:

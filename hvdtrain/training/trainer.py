@@ -137,7 +137,7 @@ def _prepare(options: Options) -> CommonAdapter:
     if options.compile and not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         # In the usual place for temporary files, for the next run; what is in it is executed.
         kernels = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-        remedy = "remove it, or set TMPDIR to a directory that only you can write to"
+        remedy = "set TMPDIR to a directory that only you can write to"
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = private_folder(kernels, "--compile", remedy)
     use_scratch_directory()  # before a framework reads the directory of temporary files
     terminal.status(f"importing {options.framework} and its libraries")
