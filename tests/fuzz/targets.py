@@ -236,7 +236,8 @@ def read_shard(data: bytes, folder: Path) -> None:
     shard, *others = contents.shards
     shard = shard._replace(size=len(data), sha256=hashlib.sha256(data).hexdigest())
     content(folder, {shard.name: data})
-    replace(contents, shards=[shard, *others]).save(Folder.named(folder))
+    with contextlib.chdir(folder):  # the guard takes names in an open folder for relative paths
+        replace(contents, shards=[shard, *others]).save(Folder.named(folder))
     names = {name: Names(split.names) for name, split in contents.splits.items()}
     assert isinstance(shard_problem(folder, packed.Pack(folder).contents, names, 0), str | None)
     _read_images(folder)
