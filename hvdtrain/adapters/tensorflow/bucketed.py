@@ -22,7 +22,8 @@ class BucketedAdapter(TensorFlowAdapter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._buckets: weakref.WeakSet[Buckets] = weakref.WeakSet()  # of each optimizer
+        # Of each optimizer, in order.
+        self._buckets: weakref.WeakValueDictionary[int, Buckets] = weakref.WeakValueDictionary()
         self._first: Buckets | None = None  # whose variables all have
         self._numbers = itertools.count()
         self._assigned: tuple[float, Flags] | None = None  # weight and flags in the variables
@@ -33,12 +34,12 @@ class BucketedAdapter(TensorFlowAdapter):
         with tf.device("/CPU:0"):
             if self._first is None:
                 hooks = RankHooks(weight=lambda: self.part_weight, waits=self.waits.during)
-                kind = TYPES.get(self.comm_options.compression)
-                self._first = Buckets("gradients", self.sum_tensor, hooks, kind=kind)
+                self._first = Buckets("gradients", self.sum_tensor, hooks)
                 self.waits.traced.append(self._first.traced_calls)
             number = next(self._numbers)
             buckets = self._first.another(f"gradients.{number}" if number else "gradients")
-        self._buckets.add(buckets)
+            buckets.kind = TYPES.get(self.comm_options.compression)
+        self._buckets[number] = buckets
         if self._shards is None:  # without shards all ranks weigh the same
             buckets.weight.assign(self.part_weight)
         distribute(optimizer, buckets)
@@ -62,4 +63,4 @@ class BucketedAdapter(TensorFlowAdapter):
     @property
     @override
     def gradient_sums(self) -> Sequence[GradientSums]:
-        return list(self._buckets)
+        return list(self._buckets.values())
