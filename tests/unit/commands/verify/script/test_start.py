@@ -106,11 +106,11 @@ TRAINED = HorovodWorld(0, 2, 0, 2)
         ("from torch import distributed\n", {}, "torch.distributed"),
         ("from torch.nn.parallel import DistributedDataParallel\n", {}, "DistributedDataParallel"),
         ("strategy = tf.distribute.MirroredStrategy()\n", {}, "tf.distribute"),
-        ("from project import main\n", {"other": "accelerate"}, "accelerate"),
+        ("from project import main\n", {"library": "accelerate"}, "accelerate"),
         ("from torch.utils.data.distributed import DistributedSampler\n", {}, ""),
         ("import torch.distributed\nimport horovod.torch as hvd\n", {}, ""),
         ("import torch.distributed\nfrom project import main\n", {"judged": True}, ""),
-        ("import torch.distributed\n", {"world": TRAINED, "other": "torch.distributed"}, ""),
+        ("import torch.distributed\n", {"world": TRAINED, "library": "torch.distributed"}, ""),
         ("import torch\n", {}, ""),
     ],
 )
