@@ -66,7 +66,8 @@ class User:
     def log(self, number: str) -> str:
         """Return the output of a job."""
         job = self.job(number)
-        return "".join(Path(job[name]).read_text() for name in ("StdOut", "StdErr"))
+        files = [Path(job[name]) for name in ("StdOut", "StdErr")]
+        return "".join(file.read_text() for file in files if file.exists())  # not before it starts
 
     def runs(self, *words: str) -> str:
         """Submit a job with qsub or sbatch, wait for its completion, and return its log."""
@@ -161,11 +162,11 @@ def test_an_array_has_a_log_for_each_task(user: User) -> None:
     outcome = user.submits(*words, code=3)
     # Only the first rank of the failed task is sure to have printed.
     for task, word, code, printed in (("3", "completed", 0, 2), ("4", "failed", 3, 1)):
-        log = f"{user.directory}/hvdtrain-jobs/tasks-1.log.{task}"
+        log = Path("hvdtrain-jobs", f"tasks-1.log.{task}")
         assert f"task {task}: {word}, exit code {code}; log {log}\n" in outcome.err
         exit_text = (user.directory / "hvdtrain-jobs" / f"tasks-1.exit.{task}").read_text()
         assert exit_text == f"{code}\n"
-        assert Path(log).read_text().count(f"task {task}\n") >= printed
+        assert Path(user.directory, log).read_text().count(f"task {task}\n") >= printed
         assert f"task {task}" in outcome.out
 
 
