@@ -308,6 +308,8 @@ SUMMED = [updates(applied=SUM), each(**rates(0.1))]
 ADASUM = [applied(lambda rank: LOCAL[rank]), each(**rates(0.1), adasum=True)]
 UNEVEN = [0.6 * first + 0.4 * second for first, second in zip(*LOCAL, strict=True)]
 
+BY_RULE = calling("scale_learning_rate", base=0.1, factor=2.0)
+
 NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
     "square root": (4, [each(**rates(0.1 * 2**0.5))], OK, "square root rule, x 1.41"),
     "fixed global batch": (
@@ -338,7 +340,7 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
     "gradients summed, rate of one rank": (5, SUMMED, OK, "at the rate of"),
     "the rule of hvdtrain": (
         4,
-        [each(**rates(0.17)), calling("scale_learning_rate", base=0.1, factor=2.0)],
+        [each(**rates(0.17)), BY_RULE],
         OK,
         "scale_learning_rate gives 0.1 x 2",
     ),
@@ -374,6 +376,12 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
     "uneven parts, losses that were not seen": (5, [EVEN], NOT_SEEN, "correct if the losses are"),
     "sums of uneven parts, losses that were not seen": (5, [EVEN, *HALVED], OK, "before"),
     "uneven parts, weighted by hvdtrain": (5, [EVEN, OWN], OK, "4 tensors; to the mean"),
+    "a stand-in of hvdtrain has no weight": (
+        5,
+        [OWN, updates(1, samples=0), updates(applied=LOCAL[0]), BY_RULE],
+        OK,
+        "to the mean of the local gradients 0",
+    ),
     "Adasum, the rate": (4, ADASUM, NOT_SEEN, "Adasum"),
     "Adasum, the gradients": (5, ADASUM, NOT_SEEN, "Adasum"),
     "clipped": (5, [updates(applied=[v / 7 for v in MEAN])], OK, "0.0714, 0.0714 times"),
