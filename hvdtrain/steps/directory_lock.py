@@ -36,8 +36,8 @@ BEAT = 5.0  # seconds between two touches
 SILENCE = (
     4 * BEAT
 )  # seconds without a touch after which an owner on another host is considered dead
-PATIENCE = 3.0  # seconds to wait for the end of a process that may be terminating
-LOOK = 0.2  # seconds between checks
+EXIT_TIMEOUT = 3.0  # seconds to wait for the end of a process that may be terminating
+POLL_INTERVAL = 0.2  # seconds between checks
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class DirectoryLock:
             owner, waited = now[0], time.monotonic() - began
             if owner and owner.machine == self.owner.machine:
                 dead = owner.pid == self.owner.pid or not owner.lives()
-                alive = waited > PATIENCE
+                alive = waited > EXIT_TIMEOUT
             else:
                 dead = waited > SILENCE or self._age(now[1]) > SILENCE
                 alive = now[1] != first[1]
@@ -169,7 +169,7 @@ class DirectoryLock:
                 )
             if dead:
                 return self._remove(owner)
-            time.sleep(LOOK)
+            time.sleep(POLL_INTERVAL)
         return None
 
     def _age(self, touched: int) -> float:

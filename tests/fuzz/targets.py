@@ -473,7 +473,7 @@ def read_report(data: bytes, folder: Path) -> None:
     waits = Waits(0, ["a", "b", "c", "d"])
     for line in data.splitlines():
         waits.take(line)
-    with mock.patch.multiple("hvdtrain.system.runtime.waits", fail=_end, PATIENCE=0.0):
+    with mock.patch.multiple("hvdtrain.system.runtime.waits", fail=_end, LATE_TIMEOUT=0.0):
         waits.check()
 
 

@@ -227,7 +227,8 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
     def _sum_rest(self) -> None:
         """Sum what a pass that bypassed this wrapper, or the second of a forward pass, has left."""
         self._summed = not self._unsummed
-        self.synchronize()
+        if self._unsummed:
+            self.synchronize()
 
     def begin(self) -> None:
         """Begin a part, or a closure."""

@@ -196,8 +196,8 @@ class Communication(ModelSums):
         self._counted = {"count": 0, "bytes": 0}
         self._running = False  # a backward pass runs
         self._summed = False  # gradients of the current part
-        # Gradients after the last backward pass, as weak references.
-        self._known: list[Callable[[], Any]] = [lambda: None for _ in model.parameters()]
+        # Gradients after the last backward pass, by the ids of their parameters.
+        self._known: dict[int, weakref.ref[Any]] = {}
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)  # the weights of the parts sum to 1
@@ -241,12 +241,12 @@ class Communication(ModelSums):
             part.copy_(received)
         return work
 
-    def _gradients(self) -> list[Any]:
-        return [parameter.grad for parameter in self.model.parameters()]
+    def _gradients(self) -> dict[int, Any]:
+        return {id(p): p.grad for p in self.model.parameters() if p.grad is not None}
 
     def _end_pass(self) -> None:
         self._running, self._summed = False, True
-        self._known = [(lambda: None) if g is None else weakref.ref(g) for g in self._gradients()]
+        self._known = {key: weakref.ref(grad) for key, grad in self._gradients().items()}
 
     def begin(self) -> None:
         """Begin a part."""
@@ -259,8 +259,8 @@ class Communication(ModelSums):
             UsageError: there are gradients that no backward pass has summed. A rank has only its
                 rows of them, so they cannot be summed here.
         """
-        pairs = zip(self._gradients(), self._known, strict=True)
-        assigned = any(grad is not None and grad is not known() for grad, known in pairs)
+        known = {key: reference() for key, reference in self._known.items()}
+        assigned = any(known.get(key) is not grad for key, grad in self._gradients().items())
         part = self.adapter.current_part if not self._summed else None
         if part and part.stand_in and not assigned:
             raise UsageError(

@@ -19,7 +19,7 @@ from hvdtrain.system.machine.network import is_this_host, local_names
 from hvdtrain.system.machine.threads import thread_variables
 from hvdtrain.system.runtime.command import Command, start
 from hvdtrain.system.runtime.detect import JOB_VARIABLES
-from hvdtrain.system.runtime.spawn import AFTER_STOP, Processes, exit_code
+from hvdtrain.system.runtime.spawn import STOP_TIMEOUT, Processes, exit_code
 
 SSH = (str(Path(__file__).with_name("deaf_to_term")), "ssh", "-oBatchMode=yes")
 PORT = "29500"  # torchrun's default for the rendezvous of several hosts; set by MASTER_PORT
@@ -135,5 +135,5 @@ class ElasticAgents(Agents):
         codes = [process.poll() for process in self.running]
         if codes[0] is not None:
             self._code = exit_code(codes[0])
-            self._end_within(AFTER_STOP)
+            self._end_within(STOP_TIMEOUT)
         return None not in codes

@@ -14,7 +14,7 @@ from hvdtrain.system.output import plots
 from hvdtrain.system.output.text import plural, short
 
 MOST = 6  # runs in one plot
-FEW = 12  # markers per line, about
+MARKERS = 12  # markers per line, about
 SMOOTH = 40  # number of points above which a loss is smoothed
 SIZE = 5.2, 3.2  # inches
 ROW = 0.2  # height of a row of the legend, inches
@@ -119,7 +119,7 @@ def _draw(
                 steps,
                 values,
                 label=" ".join(word for word in (label, name) if word) or key,
-                markevery=-(-len(steps) // FEW),
+                markevery=-(-len(steps) // MARKERS),
                 **_style(number if len(runs) > 1 else index, index),
             )
     return bool(axes.get_lines())

@@ -30,7 +30,7 @@ NOT_FOUND = 127  # exit code of a shell for a missing program
 TIMED_OUT = 124  # exit code of timeout(1)
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 LAST_WORDS = 2.0  # seconds to wait for the remaining output of a killed program
-LOOK = 1.0  # maximum seconds until a signal is handled
+POLL_INTERVAL = 1.0  # maximum seconds until a signal is handled
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def _read(
             _end_group(process)
             late, end = True, time.monotonic() + LAST_WORDS
         with contextlib.suppress(queue.Empty):
-            line = arrived.get(timeout=max(0.0, min(LOOK, end - time.monotonic())))
+            line = arrived.get(timeout=max(0.0, min(POLL_INTERVAL, end - time.monotonic())))
             if line is None:
                 return lines, late
             lines.append(line)

@@ -39,7 +39,7 @@ from hvdtrain.system.runtime.outlive import end_mpirun
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 5.0  # seconds for mpirun to end this process after a rank has reported its failure
+EXIT_TIMEOUT = 5.0  # seconds for mpirun to end this process after a rank has reported its failure
 # A rank that loses rank 0 waits STAGGER seconds times its rank, at most LAST, before it reports it:
 # others have lost it too, and rank 0 is the first to end when mpirun ends all ranks in order.
 STAGGER, LAST = 0.5, 6
@@ -60,7 +60,7 @@ REPORT = b"w"  # followed by length and content of a report to rank 0
 LENGTH = 2  # bytes of the length
 
 CONNECT = 3.0  # seconds for an address to answer; a host may have unreachable ones
-ANSWER = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
+ANSWER_TIMEOUT = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
 HELLO = 30.0  # seconds for a connecting process to send its rank; it may be busy, or no rank
 KEY = 32  # bytes of the secret, and of a proof
 NONCE = 16  # bytes of the random number
@@ -331,7 +331,7 @@ class FailureDetector:
             if message == FAILED:
                 process_status.reported = code
                 process_status.act(code)  # mpirun is about to kill this process
-                time.sleep(PATIENCE)  # an error of all ranks ends them together in the meantime
+                time.sleep(EXIT_TIMEOUT)  # an error of all ranks ends them together in the meantime
             leave(code)
         if message != DONE:
             self._end(connection.rank, silent=silent)
@@ -353,7 +353,7 @@ class FailureDetector:
         speak(message, wait=wait, mpirun_ends=not silent)
         self._notify(LOST)
         if silent and end_mpirun():
-            time.sleep(PATIENCE)
+            time.sleep(EXIT_TIMEOUT)
         leave(EXIT_FAILURE)
 
     def _host(self, rank: int) -> str:
@@ -397,7 +397,7 @@ def connect(targets: Iterable[Address], rank: int, secret: bytes) -> socket.sock
         try:
             connection.settimeout(CONNECT)
             connection.connect(target)
-            connection.settimeout(ANSWER)
+            connection.settimeout(ANSWER_TIMEOUT)
             sent = rank.to_bytes(RANK, "big")
             facts = receive(connection, NONCE), connection.getpeername(), sent
             connection.sendall(sent + prove(secret, CONNECTING, *facts))

@@ -46,7 +46,7 @@ STOP_SIGNALS = (
 
 FORWARD = 1.0  # seconds for mpirun to forward the rank's output
 TIMES = 3  # number of SIGINTs: orderly end, warning, immediate end
-APART = 0.3  # seconds between them
+SIGNAL_INTERVAL = 0.3  # seconds between them
 START = 0.1  # seconds for a small program to start
 POLL = 0.01  # seconds between two looks at a process
 END = 60.0  # seconds for mpirun to end after its ranks
@@ -229,7 +229,7 @@ def end(process: int) -> None:
     with contextlib.suppress(OSError):  # it has ended
         for _ in range(TIMES):
             os.kill(process, signal.SIGINT)
-            time.sleep(APART)
+            time.sleep(SIGNAL_INTERVAL)
     for child in started:
         with contextlib.suppress(OSError):
             os.kill(child, signal.SIGKILL)  # the ssh of `hvdtrain launch` ignores SIGTERM

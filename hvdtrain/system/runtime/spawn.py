@@ -43,8 +43,8 @@ FORWARDED = {signal.SIGINT: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
 POLL = 0.05  # seconds between polls of the processes
 # Seconds until the others are killed after a failure: of rank 0, which reports for all ranks; of
 # another rank, as rank 0 still has to report the checkpoint to resume from.
-AFTER_ROOT, AFTER_ANOTHER = 0.5, 3.0
-AFTER_STOP = 15.0  # after one has ended in an orderly way after a signal
+ROOT_TIMEOUT, OTHER_TIMEOUT = 0.5, 3.0
+STOP_TIMEOUT = 15.0  # after one has ended in an orderly way after a signal
 
 
 class StopSignals:
@@ -136,7 +136,7 @@ class Processes:
             for number in self.signals.take():
                 self.forward(number)
                 if received.count(signal.SIGINT) > 1:  # a second Ctrl-C ends them at once
-                    self._end_within(AFTER_ROOT)
+                    self._end_within(ROOT_TIMEOUT)
             if time.monotonic() > self._deadline:
                 self.kill()
             time.sleep(POLL)
@@ -157,9 +157,9 @@ class Processes:
             if code < 0 and not self.signals.received:
                 say(f"{self.name(index)} was ended by {signal_of(code) or f'signal {-code}'}")
             if code == EXIT_PREEMPTED:
-                self._end_within(AFTER_STOP)
+                self._end_within(STOP_TIMEOUT)
             else:
-                self._end_within(AFTER_ANOTHER if index else AFTER_ROOT)
+                self._end_within(OTHER_TIMEOUT if index else ROOT_TIMEOUT)
         return None not in codes
 
     def _end_within(self, seconds: float) -> None:

@@ -6,7 +6,7 @@ them; its last one is the end of its program. A rank that has waited in one for 
 reports it to rank 0, on the connections of ``failure_detector``, and withdraws the report when the
 call ends. Call number n must be the same call on all ranks: ranks that wait in different calls
 (``_differ``) are ended at once. A rank that has not made the call may still do so; after
-``PATIENCE`` seconds it is reported once.
+``LATE_TIMEOUT`` seconds it is reported once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 REPORT = 1.0
-PATIENCE = 30.0
-LOOK = 0.5  # seconds between checks
+LATE_TIMEOUT = 30.0
+POLL_INTERVAL = 0.5  # seconds between checks
 AGAIN = 1.0  # seconds between reports of the end: the first ones may precede the connection
 
 SUM = "the sum of the gradients"  # the call of a backward pass or an update
@@ -83,7 +83,6 @@ class Waits:
         self, rank: int, hosts: Sequence[str], report: Callable[[bytes], None] = lambda data: None
     ) -> None:
         self.rank, self.hosts, self.report = rank, hosts, report
-        self.before: Callable[[], None] = lambda: None  # called before the next call
         # Context of a call by its name, e.g. to see it in a profile.
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext
         self.number = self._sums = 0  # numbers of calls and of sums begun
@@ -105,8 +104,6 @@ class Waits:
         if self._call is not None:
             yield
             return
-        if call != SUM:
-            self.before()
         self.number += 1
         self._sums += call == SUM
         since = 0.0 if call == END else time.monotonic()
@@ -127,11 +124,11 @@ class Waits:
                     self._report(None)
 
     def finish(self) -> None:
-        """Wait at the end of the program for the other ranks, at most ``PATIENCE`` seconds.
+        """Wait at the end of the program for the other ranks, at most ``LATE_TIMEOUT`` seconds.
 
         Rank 0 names one that still waits in a call; a library that is shut down would not.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + LATE_TIMEOUT
         with self.during(END):
             while not self.all_ended.is_set() and time.monotonic() < deadline:
                 self._reported = 0
@@ -156,7 +153,7 @@ class Waits:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(LOOK)
+            time.sleep(POLL_INTERVAL)
             self.check()
 
     def check(self) -> None:
@@ -203,16 +200,16 @@ class Waits:
         return self._traced_call
 
     def _warn_if_late(self, number: int, waiting: dict[int, Wait]) -> None:
-        """Warn once about ranks for which others have waited ``PATIENCE`` seconds in a call."""
+        """Warn once about ranks for which others have waited ``LATE_TIMEOUT`` seconds in a call."""
         here = [rank for rank in sorted(waiting) if waiting[rank].number == number]
         reached = {rank for rank, wait in waiting.items() if wait.number >= number}
         late = [rank for rank in range(len(self.hosts)) if rank not in reached]
-        if late and time.monotonic() - min(waiting[rank].since for rank in here) >= PATIENCE:
+        if late and time.monotonic() - min(waiting[rank].since for rank in here) >= LATE_TIMEOUT:
             self._warned = number
             log.warning(
                 "%.0f s in %s: %s waiting for %s, which may be busy, or may never make the call: "
                 "%s. The job continues (`hvdtrain launch --timeout SECONDS` ends a silent job)",
-                PATIENCE,
+                LATE_TIMEOUT,
                 waiting[here[0]].call,
                 self._name(here),
                 self._name(late),

@@ -131,7 +131,7 @@ def nan() -> None:
 
 def hang() -> None:
     """Let rank 1 sleep within its third compiled step; others complain after a second."""
-    waits.PATIENCE, whole, calls = 1.0, tasks.TFTask._input, []
+    waits.LATE_TIMEOUT, whole, calls = 1.0, tasks.TFTask._input, []
 
     def sleep(pixels: Any) -> Any:
         calls.append(1)

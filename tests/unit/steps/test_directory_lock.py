@@ -47,7 +47,7 @@ def names(folder: Path) -> list[str]:
 def test_the_holding_training_is_named(
     tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    monkeypatch.setattr(module, "EXIT_TIMEOUT", 0.0)
     owner = f"job 1234.pbs1, process {holder.pid} of "
     with pytest.raises(UsageError, match=f"--checkpoint-dir {tmp_path} is in use .*{owner}"):
         DirectoryLock(tmp_path).take()
@@ -74,7 +74,7 @@ def test_an_owner_on_another_host_is_alive_while_it_touches_the_lock(tmp_path: P
     far = DirectoryLock(tmp_path, elsewhere(tmp_path))
     taker = DirectoryLock(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "LOOK", 0.0)
+        patch.setattr(module, "POLL_INTERVAL", 0.0)
         patch.setattr(module, "BEAT", 0.01)
         beat = module.threading.Thread(target=far._beat, daemon=True)
         beat.start()

@@ -28,7 +28,7 @@ from hvdtrain.commands.verify.script.record import (
 from hvdtrain.commands.verify.script.samples import first_epoch, on_several, repeated
 from hvdtrain.system.output.text import plural, rank_list
 
-FEW = 3  # samples that two ranks may share by chance: data have duplicates, samplers pad
+MAX_SHARED = 3  # samples that two ranks may share by chance: data have duplicates, samplers pad
 ADASUM = "Adasum combines the ranks' steps by another rule, at the learning rate of one rank"
 NO_INIT = "Horovod has not been initialized"  # Horovod's message
 EXPECTED = 5.0  # samples expected on several ranks if they were drawn without shards
@@ -115,7 +115,7 @@ def shards(records: Records, single_rank: Record | None) -> StepRow:
     if len(requested) == size and not (distinct and {shard[0] for shard in requested} == {size}):
         names = ", ".join(f"{shard} of {count}" for count, shard, _ in requested)
         return row(3, False, f"the ranks request shards {names}; {samples}", shared=shared)
-    if shared > FEW + size - 1:
+    if shared > MAX_SHARED + size - 1:
         return row(3, False, samples, shared=shared)
     if order := _equal_order(records):
         return row(3, False, order)

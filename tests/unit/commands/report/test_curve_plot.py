@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
-from hvdtrain.commands.report.curve_plot import FEW, MOST, SMOOTH, figures, first, names, smoothed
+from hvdtrain.commands.report.curve_plot import (
+    MARKERS,
+    MOST,
+    SMOOTH,
+    figures,
+    first,
+    names,
+    smoothed,
+)
 from hvdtrain.commands.study.curves import TrainingCurves
 
 STYLE = ("color", "linestyle", "marker", "markerfacecolor")
@@ -148,7 +156,7 @@ def test_no_entry_of_a_legend_is_cut_off(name: str) -> None:
 
 
 def test_long_curves_have_few_markers() -> None:
-    (line,) = drawn([training("m.jsonl", points=100 * FEW)])["Learning rate"]
+    (line,) = drawn([training("m.jsonl", points=100 * MARKERS)])["Learning rate"]
     assert line["line"].get_markevery() == 100
 
 

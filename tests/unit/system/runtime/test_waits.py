@@ -51,21 +51,6 @@ def test_nested_calls_are_not_counted(ranks: list[Waits]) -> None:
         assert ranks[0].number == 2
 
 
-def test_a_pending_call_is_made_and_counted_before_the_next_call(
-    ranks: list[Waits],
-) -> None:
-    def due() -> None:
-        with ranks[1].during(waits.SUM):
-            ranks[1].before = lambda: None
-
-    ranks[1].before = due
-    with ranks[0].during(waits.SUM):
-        pass
-    for rank in (0, 1):
-        with ranks[rank].during("average_metrics"):
-            assert ranks[rank].number == 2
-
-
 def test_a_call_completed_by_rank_zero_is_over(ranks: list[Waits]) -> None:
     with ranks[1].during("save_checkpoint"):
         ranks[1].check()
@@ -82,8 +67,8 @@ def test_a_late_rank_is_reported_once(
     with ranks[0].during("save_checkpoint"), ranks[1].during("save_checkpoint"):
         ranks[1].check()
         ranks[0].check()
-        assert not caplog.records  # before the end of PATIENCE
-        monkeypatch.setattr(waits, "PATIENCE", 0.0)
+        assert not caplog.records  # before LATE_TIMEOUT
+        monkeypatch.setattr(waits, "LATE_TIMEOUT", 0.0)
         with caplog.at_level(logging.WARNING):
             ranks[0].check()
             ranks[0].check()
@@ -94,7 +79,7 @@ def test_a_late_rank_is_reported_once(
 def test_rank_zero_itself_may_be_late(
     ranks: list[Waits], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waits, "PATIENCE", 0.0)
+    monkeypatch.setattr(waits, "LATE_TIMEOUT", 0.0)
     with ranks[1].during("average_metrics"), ranks[2].during("average_metrics"):
         ranks[1].check()
         ranks[2].check()
@@ -105,7 +90,7 @@ def test_rank_zero_itself_may_be_late(
 def test_sums_of_a_compiled_step_are_counted(
     ranks: list[Waits], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waits, "PATIENCE", 0.0)
+    monkeypatch.setattr(waits, "LATE_TIMEOUT", 0.0)
     counted = [TracedCalls(5, 4), TracedCalls(5, 4), TracedCalls(4, 4)]  # rank 2 hangs before it
     for rank, calls in zip(ranks, counted, strict=True):
         with rank.during("broadcast_state"):
@@ -191,7 +176,7 @@ def test_which_waits_can_never_end(
 def test_a_call_that_fails_as_another_rank_has_ended(
     ranks: list[Waits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waits, "PATIENCE", 0.0)
+    monkeypatch.setattr(waits, "LATE_TIMEOUT", 0.0)
     ranks[1]._call = waits.Wait(1, 0, END, 0.0)
     ranks[1].check()
     monkeypatch.setattr(waits, "REPORT", 60.0)
@@ -207,10 +192,10 @@ def test_the_end_is_waited_for(
         rank.all_ended.set()  # as soon as rank 0 has ended
         monkeypatch.setattr(rank, "all_ended", threading.Event())
         monkeypatch.setattr(waits, "AGAIN", 0.0)
-        monkeypatch.setattr(waits, "PATIENCE", 0.1)
-        rank.finish()  # at most PATIENCE seconds, as rank 0 may be busy for an hour
+        monkeypatch.setattr(waits, "LATE_TIMEOUT", 0.1)
+        rank.finish()  # at most LATE_TIMEOUT seconds, as rank 0 may be busy for an hour
         rank.check()  # no end is withdrawn
         ranks[0].check()
-    monkeypatch.setattr(waits, "PATIENCE", 60.0)
+    monkeypatch.setattr(waits, "LATE_TIMEOUT", 60.0)
     ranks[0].finish()
     assert not caplog.records
