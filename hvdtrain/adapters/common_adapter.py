@@ -356,6 +356,7 @@ class CommonAdapter(StateAdapter):
         self.check_state(model, optimizer)
         if optimizer in self._distributed:
             raise UsageError("distribute_optimizer: this optimizer is distributed already")
+        self.send_options(self.view(model), optimizer)  # step 6 may be called without optimizer
         several = self.world.devices > 1
         distributed = self.distribute(model, optimizer) if several else (model, optimizer)
         self._distributed.add(optimizer)  # only now: after an error the call may be repeated

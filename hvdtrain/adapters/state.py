@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import sys
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing_extensions import override
 from hvdtrain.adapters.base import Adapter, JsonValues
 from hvdtrain.adapters.rank_buffers import buffers_of_rank, gather_buffers, mean_buffers
 from hvdtrain.adapters.save import Save
-from hvdtrain.adapters.state_view import HostCopies, StateView, digests_of
+from hvdtrain.adapters.state_view import OPTIONS, Groups, HostCopies, StateView, digests_of
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -29,6 +30,7 @@ from hvdtrain.system.runtime.waits import Waits, together
 
 log = logging.getLogger(__name__)
 
+RATES = {"lr", "learning_rate"}  # a function of the position in the training, or a scheduler's
 FILES = {".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".safetensors"}  # one model each
 
 
@@ -48,6 +50,8 @@ class StateAdapter(Adapter):
         self._warns = False  # whether `_warn_unfinished` is called when the program ends
         self._copies: HostCopies | None = None
         self._is_short = False  # the memory of a host, for the copies
+        # Options of each optimizer at its step 5 or 6.
+        self._initial_options: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
 
     def view(self, model: Any, optimizer: Any = None) -> StateView:
         """Return the view of the state; a strategy that shards it returns that of step 5."""
@@ -79,6 +83,7 @@ class StateAdapter(Adapter):
     def broadcast_state(self, model: Any, optimizer: Any = None) -> str:
         self.check_trained(model, optimizer)
         view = self.view(model, optimizer)
+        self.send_options(view, optimizer)
         digest = view.broadcast(optimizer)
         ranks = self.communicator.broadcast_arrays(self.rank_buffers)
         row = buffers_of_rank(ranks, self.world.rank, self.world.size)
@@ -86,6 +91,13 @@ class StateAdapter(Adapter):
             view.set_local_buffers(row[0])
             self._seen = row[1]
         return digest
+
+    def send_options(self, view: StateView, optimizer: Any) -> None:
+        """Set rank 0's options of ``optimizer`` on all ranks."""
+        if options := view.options(optimizer):
+            sent: Groups = self.communicator.gather_json(options)[0]
+            self.communicator.together(lambda: view.set_options(optimizer, sent))
+            self._initial_options.setdefault(optimizer, sent)
 
     @together
     def check_replicas(self, model: Any, optimizer: Any = None, *, step: int | None = None) -> str:
@@ -135,6 +147,8 @@ class StateAdapter(Adapter):
         self.communicator.wait_for_all()  # nothing is written if some ranks do not make this call
         ranks = gather_buffers(self.communicator, local, self._seen) if local else {}
         state = {**state, "world_size": self.world.size}
+        if options := view.options(optimizer):
+            state[OPTIONS] = [self._initial_options.get(optimizer, options), options]
         with self.averaged_buffers(model):
             mine = view.contribute(directory, optimizer, state, ranks, keep, copies)
             self._save = save = Save(
@@ -154,6 +168,21 @@ class StateAdapter(Adapter):
                 self._warns = True
                 atexit.register(self._warn_unfinished)
         return save.wait() if wait else save
+
+    def _restore_options(
+        self, view: StateView, optimizer: Any, before: Groups, now: Groups
+    ) -> None:
+        """Restore options with which this run began as the saved one, which has changed them.
+
+        Schedulers change e.g. the momentum; what the user has set anew is kept.
+        """
+        first = self._initial_options.setdefault(optimizer, view.options(optimizer))
+        if len(before) == len(now) == len(first):
+            same = [
+                {k: new[k] for k in here.keys() & new.keys() - RATES if here[k] == old.get(k)}
+                for here, old, new in zip(first, before, now, strict=True)
+            ]
+            view.set_options(optimizer, same)
 
     def reserve_copies(self, model: Any, optimizer: Any) -> None:
         """Allocate the memory for saving in the background; all ranks must call it.
@@ -229,6 +258,8 @@ class StateAdapter(Adapter):
 
         loaded = view.load(find, optimizer)
         process_status.checkpoint = loaded["path"] if loaded else ""
+        if loaded and (saved := loaded.pop(OPTIONS, None)) and view.options(optimizer):
+            self._restore_options(view, optimizer, *saved)
         return loaded
 
     @together

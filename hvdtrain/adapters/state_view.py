@@ -37,9 +37,15 @@ from hvdtrain.steps.tensor_file import ArraySpec
 from hvdtrain.system.runtime.exit import agreed
 
 DIFFERENT = (
-    "nothing was saved. The ranks have made different updates (gradients were changed on some of "
-    "them, or broadcast_state was not called at the start), or the memory of a host is faulty"
+    "nothing was saved. The ranks have made different updates (gradients or options of the "
+    "optimizer were changed on some of them, or broadcast_state was not called at the start), or "
+    "the memory of a host is faulty"
 )
+
+
+OPTIONS = "optimizer_options"  # in the state of a ``Checkpoint``
+Groups = list[dict[str, Any]]
+"""Numbers of an optimizer (learning rate, momentum, ...) by name, for each parameter group."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,13 @@ class StateView(ABC):
     @abstractmethod
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
         """Load what this rank holds of ``state``; see ``StateAdapter.import_state``."""
+
+    def options(self, optimizer: Any) -> Groups:
+        """Return the options of ``optimizer`` that change its updates, as JSON values."""
+        return []
+
+    def set_options(self, optimizer: Any, groups: Groups) -> None:  # noqa: B027 (none by default)
+        """Set those of the ``options`` that ``groups`` has."""
 
     @abstractmethod
     def local_buffers(self) -> Arrays:
@@ -318,7 +331,12 @@ def check_names(tensors: Mapping[str, Any], arrays: Tensors, trouble: str) -> No
 
 def digests_of(state: Checkpoint) -> dict[str, bytes]:
     """Return the SHA-256 of each tensor of ``state``, by a name for messages."""
-    digests = {name: _digest(name, state.model[name]) for name in sorted(state.model)}
+    digests = {
+        f"{name} of group {number} of the optimizer": hashlib.sha256(repr(value).encode()).digest()
+        for number, group in enumerate(state.state.get(OPTIONS, ()))
+        for name, value in sorted(group.items())
+    }
+    digests |= {name: _digest(name, state.model[name]) for name in sorted(state.model)}
     for name in sorted(state.training):
         digests[f"{name} of the optimizer"] = _digest(name, state.training[name])
     return digests

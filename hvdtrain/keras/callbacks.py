@@ -25,10 +25,9 @@ from hvdtrain.keras.data import (
     first_sum,
     is_built,
     note_samples,
-    rate_of,
     step_sums,
 )
-from hvdtrain.keras.optimizer import broadcast_variables, check_root
+from hvdtrain.keras.optimizer import check_root
 from hvdtrain.steps.checkpoint_files import Arrays
 
 __all__ = [
@@ -99,9 +98,6 @@ class BroadcastGlobalVariablesCallback(ModelCallback):
         optimizer = self.model.optimizer
         note_samples(first_sum(self.model))
         self.adapter.broadcast_state(self.model, optimizer)
-        rate = rate_of(optimizer)
-        if rate is not None:  # possibly from a checkpoint that only rank 0 has read
-            broadcast_variables([rate], self.adapter)
         for reduction in step_sums(self.model):
             if reduction.optimizer is not optimizer:
                 reduction.broadcast()

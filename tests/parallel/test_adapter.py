@@ -42,6 +42,11 @@ def test_models_trained_in_phases_and_in_part(strategy: str, tmp_path: Path) -> 
     run_script(2, "phases.py", strategy, str(tmp_path), folder=tmp_path)
 
 
+@pytest.mark.parametrize(("strategy", "number"), SIZES)
+def test_optimizers_and_their_options(strategy: str, number: int, tmp_path: Path) -> None:
+    run_script(number, "optimizers.py", strategy, str(tmp_path), folder=tmp_path)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_pass_that_a_rank_leaves_out_ends_the_job(strategy: str, tmp_path: Path) -> None:
     outcome = resident.ranks(3, str(SCRIPTS / "own_loop.py"), strategy, str(tmp_path), "skipped")

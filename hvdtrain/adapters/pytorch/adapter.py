@@ -23,8 +23,17 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.profiler import RANK, STEP, Profiler, rank_facts
-from hvdtrain.adapters.pytorch import batchnorm
-from hvdtrain.adapters.state_view import HostCopies, StateView, Take, check_names, digests_of
+from hvdtrain.adapters.pytorch import batchnorm, elementwise
+from hvdtrain.adapters.state_view import (
+    OPTIONS,
+    Groups,
+    HostCopies,
+    StateView,
+    Take,
+    check_names,
+    digests_of,
+)
+from hvdtrain.config.comm_options import NONE
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
 from hvdtrain.steps.tensor_file import ArraySpec
@@ -34,7 +43,9 @@ from hvdtrain.system.output.text import plural
 
 log = logging.getLogger(__name__)
 
+OF_DEVICE = {"foreach", "fused", "capturable", "differentiable"}  # options that select a kernel
 IS_TRAINED = operator.attrgetter("requires_grad")  # of a parameter; mapped, it costs little
+ITEM = operator.methodcaller("item")  # of a tensor of one element
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -106,7 +117,29 @@ class TorchView(StateView):
                 (TRAINING_FILE, optimizer_tensors(optimizer)),
             )
         )
-        return Checkpoint(model, training)
+        return Checkpoint(model, training, {OPTIONS: self.options(optimizer)})
+
+    @override
+    def options(self, optimizer: Any) -> Groups:
+        groups: Groups = [{} for _ in (optimizer.param_groups if optimizer else ())]
+        for group, options in zip(optimizer.param_groups if groups else (), groups, strict=True):
+            for name in sorted(group.keys() - OF_DEVICE - {"params"}):
+                with suppress(AttributeError, RuntimeError, TypeError, ValueError):  # a function
+                    text = json.dumps(group[name], default=ITEM, allow_nan=False)
+                    options[name] = json.loads(text)
+        return groups
+
+    @override
+    def set_options(self, optimizer: Any, groups: Groups) -> None:
+        known = self.options(optimizer)
+        if len(known) != len(groups):
+            raise UsageError("the optimizer has not as many parameter groups as that of rank 0")
+        for group, mine, options in zip(optimizer.param_groups, known, groups, strict=True):
+            for name, value in options.items():
+                if isinstance(group.get(name), torch.Tensor):
+                    group[name].fill_(value)
+                elif name not in mine or mine[name] != value:
+                    group[name] = tuple(value) if isinstance(value, list) else value
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole of a tensor of the state, for ``export``."""
@@ -144,9 +177,9 @@ class TorchView(StateView):
             for name, value in tensors.items():
                 self.set_tensor(value, state.model[name])
             if optimizer is not None:
-                self._restore_optimizer(optimizer, state)
+                self.restore_optimizer(optimizer, state)
 
-    def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: Checkpoint) -> None:
+    def restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: Checkpoint) -> None:
         """Restore this rank's part of the state that ``optimizer_tensors`` returned."""
         state: dict[int, dict[str, torch.Tensor]] = {}
         parameters = parameters_of(optimizer)
@@ -166,7 +199,7 @@ class TorchView(StateView):
             if value.shape == like.shape and not like.is_contiguous():
                 value = torch.empty_like(like, dtype=value.dtype).copy_(value)  # for fused kernels
             state.setdefault(index, {})[key] = value
-        # Learning rate, momentum etc. are options of this run, not of the one that saved.
+        # Options are of this run, not of the one that saved: see ``StateAdapter._restore_options``.
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -232,6 +265,8 @@ class PyTorchAdapter(CommonAdapter):
     device: torch.device = torch.device("cpu")
     whole_view = TorchView
     kinds = (("torch.nn.Module", torch.nn.Module), ("torch.optim.Optimizer", torch.optim.Optimizer))
+    unsummed: tuple[torch.dtype, ...] = ()  # types of gradients that the library cannot sum
+    updates = ""  # the part of the model that a rank updates, if not the whole
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,11 +290,21 @@ class PyTorchAdapter(CommonAdapter):
 
     @override
     def check_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        check_saved(TorchView(self, model).tensors())
+        for name, value in TorchView(self, model).tensors().items():
+            if value.dtype == torch.complex128:  # buffers that are not saved may be
+                raise UsageError(
+                    f"{name} of the model is complex128, which safetensors, and so a checkpoint, "
+                    "does not have: keep its real and imaginary parts (torch.view_as_real)"
+                )
         check_saved(dict(unwrapped(model).named_buffers()))
+        if self.world.devices > 1:
+            self._check_types(model, optimizer)
+        text = ""
+        if self.updates and self.world.devices > 1:
+            text = elementwise.check(optimizer, self.name, self.updates)
         if isinstance(optimizer, torch.optim.LBFGS):
             text = "LBFGS keeps lists, which no checkpoint holds: save with None as the optimizer"
-            self.communicator.on_root(lambda: log.warning(text))
+        self.communicator.on_root(lambda: _warn(text))
         if not any(map(IS_TRAINED, parameters_of(optimizer))):
             raise UsageError(
                 "distribute_optimizer: no parameter of the optimizer has requires_grad, so nothing "
@@ -289,6 +334,17 @@ class PyTorchAdapter(CommonAdapter):
             batchnorm.leave_out(layer, stand_in)
         self._left_out = changed if stand_in else []
 
+    def _check_types(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` if there are gradients of a type that cannot be summed."""
+        compressed = () if self.comm_options.compression == NONE else (torch.complex64,)
+        for value in (*model.parameters(), *parameters_of(optimizer)):
+            if value.requires_grad and value.dtype in self.unsummed + compressed:
+                raise UsageError(
+                    f"distribute_optimizer: --strategy {self.name} cannot sum {value.dtype}, which "
+                    "the model has: keep the parameters in float32 (complex ones as real and "
+                    "imaginary parts), or use --strategy ddp without --compression"
+                )
+
     @property
     @override
     def peak_memory_bytes(self) -> int:
@@ -301,6 +357,11 @@ class PyTorchAdapter(CommonAdapter):
         self._models.add(task.model)
         if batchnorm.convert(task.model, self.sum_tensor, lambda: self.part_weight, self.world):
             task.collective_passes = True  # the other ranks wait in each BatchNorm layer
+
+    def state_of_root(self, optimizer: torch.optim.Optimizer) -> Checkpoint:
+        """Return rank 0's whole state of an ``optimizer`` that is not sharded yet."""
+        arrays = {name: array_of(value) for name, value in optimizer_tensors(optimizer).items()}
+        return Checkpoint({}, self.communicator.broadcast_arrays(arrays))
 
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
         """Return the sum of ``values`` over all ranks, not differentiable."""
@@ -355,6 +416,12 @@ def _is_in_numpy(kind: torch.dtype) -> bool:
     except (TypeError, RuntimeError):
         return False
     return True
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    if text:
+        log.warning(text)  # once, of several optimizers
 
 
 def array_of(value: torch.Tensor) -> np.ndarray[Any, Any]:

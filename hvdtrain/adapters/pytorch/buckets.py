@@ -29,7 +29,15 @@ from hvdtrain.adapters import partition
 from hvdtrain.adapters.common_adapter import Flags, RankHooks
 from hvdtrain.adapters.pytorch.adapter import IS_TRAINED, parameters_of
 from hvdtrain.adapters.pytorch.bucket import Bucket
-from hvdtrain.adapters.pytorch.sums import STEP, Sums, agreed, before_step, check, fill
+from hvdtrain.adapters.pytorch.sums import (
+    STEP,
+    Sums,
+    agreed,
+    before_step,
+    check,
+    fill,
+    once_per_step,
+)
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.waits import SUM
 
@@ -72,7 +80,7 @@ class Buckets:
         # Weak, so as not to keep a deleted optimizer alive.
         self.optimizer = weakref.ref(optimizer)
         self._sum_all(optimizer)
-        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_pre_hook(once_per_step(self._before_step))
         optimizer.synchronize = self.synchronize  # type: ignore[attr-defined]
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
         weakref.finalize(optimizer, self.release)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import Flags
@@ -31,7 +32,16 @@ from hvdtrain.adapters.pytorch.adapter import (
     unwrapped,
 )
 from hvdtrain.adapters.pytorch.bucket import Bucket
-from hvdtrain.adapters.pytorch.sums import SIGNALS, STEP, TYPES, agreed, before_step, check, fill
+from hvdtrain.adapters.pytorch.sums import (
+    SIGNALS,
+    STEP,
+    TYPES,
+    agreed,
+    before_step,
+    check,
+    fill,
+    once_per_step,
+)
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.torch_distributed import TorchDistributed
 from hvdtrain.errors import UsageError
@@ -77,7 +87,7 @@ class DdpAdapter(PyTorchAdapter):
             wrapped.begin_step(optimizer)
             return before_step(wrapped, arguments, named)
 
-        optimizer.register_step_pre_hook(prepare)
+        optimizer.register_step_pre_hook(once_per_step(prepare))
         optimizer.synchronize = wrapped.synchronize
         return wrapped, optimizer
 
@@ -172,6 +182,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         self._trained = {id(value) for value in model.parameters() if value.requires_grad}
         self.frozen = [value for value in model.parameters() if not value.requires_grad]
         self.register_forward_pre_hook(_check_released)
+        self.register_forward_hook(_check_first_pass)
         self.released = False  # another wrapper sums the gradients
         self._running = False  # a backward pass runs
         self._summed = False  # the gradients of the last pass, or those that were assigned
@@ -184,6 +195,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         watch = _Watch(self)
         for value in trained:
             value.register_post_accumulate_grad_hook(watch)
+        self._is_checked = False
         # Sums under way: work, future, message, and the type of the gradients.
         self._sums: list[tuple[Any, Any, torch.Tensor, torch.dtype]] = []
         self._trouble: UsageError | None = None
@@ -208,6 +220,24 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         """Sum no gradients any more."""
         self._remove_autograd_hooks()
         self.released = True
+
+    def check_graph(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Raise ``UsageError``, at the first pass, for a reentrant checkpoint.
+
+        It hides its parameters, so DDP takes them for unused; its own error does not say so.
+        """
+        nodes: list[Any] = [] if self._is_checked else [value.grad_fn for value in outputs]
+        self._is_checked, seen = True, set(nodes)
+        while nodes:
+            node = nodes.pop()
+            if node.name() == "CheckpointFunctionBackward":
+                raise UsageError(
+                    f"--strategy {self.adapter.name} cannot sum the gradients of a reentrant "
+                    "checkpoint: call torch.utils.checkpoint with use_reentrant=False"
+                )
+            new = {following for following, _ in node.next_functions if following} - seen
+            seen |= new
+            nodes += new
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Record that autograd has added to the gradient of ``parameter``."""
@@ -323,6 +353,12 @@ class _Watch:
 
 def _address(tensor: Any) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _check_first_pass(model: Any, _: Any, output: Any) -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        leaves = _pytree.tree_leaves(output)
+        model.check_graph([x for x in leaves if getattr(x, "grad_fn", None) is not None])
 
 
 def _check_released(model: Any, *_: Any) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners
+from hvdtrain.adapters.pytorch import numbers
 from hvdtrain.adapters.pytorch.adapter import (
     TorchView,
     array_of,
@@ -33,9 +34,18 @@ from hvdtrain.adapters.pytorch.adapter import (
     tensor_of,
 )
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums, make_dense, weigh
+from hvdtrain.adapters.pytorch.elementwise import ROWS
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedView
-from hvdtrain.adapters.pytorch.sums import SIGNALS, STEP, TYPES, before_step, check, fill
-from hvdtrain.adapters.state_view import StateView, Take
+from hvdtrain.adapters.pytorch.sums import (
+    SIGNALS,
+    STEP,
+    TYPES,
+    before_step,
+    check,
+    fill,
+    once_per_step,
+)
+from hvdtrain.adapters.state_view import OPTIONS, StateView, Take
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.exit import agreed as on_all_ranks
@@ -55,18 +65,22 @@ class FsdpAdapter(DdpAdapter):
     name = "fsdp"
     evaluates_together = True
     shards_state = True
+    updates = ROWS
+    unsummed = (torch.complex64,)
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         check_optimizer(model, optimizer)
         sums = self._sums_of(model) or self._shard(model, optimizer)
-        if isinstance(optimizer, torch.optim.SGD):  # its fused kernel does not support DTensor
+        # Their fused kernels do not support DTensor.
+        if isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
             optimizer._step_supports_amp_scaling = False
             for group in optimizer.param_groups:
                 group["fused"] = None
+        optimizer.sum_shards = self.sum_shards  # for the norms of LARS and LAMB
         self.add_sums(sums)
         optimizer.register_step_pre_hook(
-            lambda _, arguments, named: before_step(sums, arguments, named)
+            once_per_step(lambda _, arguments, named: before_step(sums, arguments, named))
         )
         return model, optimizer
 
@@ -82,6 +96,7 @@ class FsdpAdapter(DdpAdapter):
         """Shard a model that is not yet, and let the optimizer have its new parameters."""
         check_parameters(model)
         make_dense(model)
+        state = self.state_of_root(optimizer)  # e.g. that of Adagrad, which begins with one
         names = {id(value): name for name, value in model.named_parameters()}
         # After sharding no rank has them whole.
         for value in TorchView(self, model).tensors().values():
@@ -92,9 +107,12 @@ class FsdpAdapter(DdpAdapter):
         for unit in (*units(model), model):
             fully_shard(unit, mesh=mesh)
         model.register_forward_hook(_reshard)
+        numbers.read_whole(self.device.type, self.waits)
         now = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [now[names[id(value)]] for value in group["params"]]
+        optimizer.state.clear()  # of the former parameters
+        RowsView(self, model).restore_optimizer(optimizer, state)
         return Communication(model, self)
 
     @override
@@ -123,7 +141,7 @@ class RowsView(ShardedView):
 
     @override
     def replicated(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
-        return Checkpoint({}, {})  # each rank has different rows
+        return Checkpoint({}, {}, {OPTIONS: self.options(optimizer)})  # each has other rows
 
     @override
     def set_tensor(self, tensor: torch.Tensor, saved: Any) -> None:
@@ -334,12 +352,12 @@ def units(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``UsageError`` if ``optimizer`` has a state, or parameters of another model."""
+    """Raise ``UsageError`` if ``optimizer`` has parameters of another model."""
     known = {id(value) for value in model.parameters()}
-    if optimizer.state or any(id(value) not in known for value in parameters_of(optimizer)):
+    if any(id(value) not in known for value in parameters_of(optimizer)):
         raise UsageError(
-            "distribute_optimizer: --strategy fsdp shards the parameters: use an optimizer of this "
-            "model's parameters without state; resume loads one"
+            "distribute_optimizer: --strategy fsdp shards the parameters of the model: use an "
+            "optimizer of these"
         )
 
 
@@ -349,6 +367,8 @@ def check_parameters(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             trouble = "is a scalar: use the shape (1,)"
+        elif not parameter.numel():
+            trouble = "is empty: omit it, or register a buffer instead"
         elif parameter.dtype != kind:
             trouble = f"is {parameter.dtype}, others are {kind}: use one type"
         else:

@@ -19,6 +19,7 @@ class HorovodAdapter(BucketedAdapter):
 
     name = "horovod"
     runtime = "Horovod"
+    unsummed = (torch.complex64,)
 
     @override
     def connect(self) -> Communicator:

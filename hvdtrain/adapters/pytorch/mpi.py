@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.adapter import parameters_of
 from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
 from hvdtrain.adapters.pytorch.sums import TYPES, Sums
-from hvdtrain.errors import UsageError
 
 if TYPE_CHECKING:  # importing it starts MPI, for which the variables of step 1 come first
     from hvdtrain.collectives.mpi4py import Halves, Mpi4py
-
-SUMMED = {torch.float32, torch.float64}  # MPI has no type for half precision
 
 
 class MpiAdapter(BucketedAdapter):
@@ -24,6 +20,7 @@ class MpiAdapter(BucketedAdapter):
 
     name = "mpi"
     runtime = "MPI"
+    unsummed = (torch.float16, torch.complex64)
     communicator: Mpi4py
 
     @override
@@ -31,18 +28,6 @@ class MpiAdapter(BucketedAdapter):
         from hvdtrain.collectives.mpi4py import Mpi4py
 
         return Mpi4py()
-
-    @override
-    def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        summed = [value for value in model.parameters() if value.requires_grad]
-        kinds = {value.dtype for value in (*summed, *parameters_of(optimizer))}
-        if kinds - SUMMED:
-            names = ", ".join(sorted(str(kind) for kind in kinds - SUMMED))
-            raise UsageError(
-                f"--strategy mpi sums only float32 and float64, the model has {names}: keep the "
-                "parameters in float32 and compute under torch.autocast, or use another strategy"
-            )
-        return super().distribute(model, optimizer)
 
     @override
     def open_sums(self) -> Sums:

@@ -7,7 +7,9 @@ sum to 1, so no partial sum exceeds the largest gradient: fp16 overflows only if
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -142,3 +144,21 @@ def before_step(gradients: Summing, arguments: Any, named: Any) -> Any:
         return loss
 
     return (optimizer, summed, *rest), {k: v for k, v in named.items() if k != "closure"}
+
+
+def once_per_step(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``hook``, of an optimizer's step, which is not called again for a step within it.
+
+    If the step of a class calls that of its base class, PyTorch calls the hooks for each.
+    """
+
+    def called(optimizer: Any, arguments: Any, named: Any) -> Any:
+        step = sys._getframe(1)  # of PyTorch, which calls the hooks and then the optimizer's code
+        frame = step.f_back
+        while frame and not (
+            frame.f_code is step.f_code and frame.f_locals.get("self") is optimizer
+        ):
+            frame = frame.f_back
+        return None if frame else hook(optimizer, arguments, named)
+
+    return called

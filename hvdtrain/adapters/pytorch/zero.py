@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from hvdtrain.adapters.pytorch.adapter import (
     tensor_of,
 )
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter, WeightedDdp
+from hvdtrain.adapters.pytorch.elementwise import PARAMETERS
 from hvdtrain.adapters.pytorch.sharded import Piece, ShardedView
-from hvdtrain.adapters.state_view import StateView, Take
+from hvdtrain.adapters.pytorch.sums import once_per_step
+from hvdtrain.adapters.state_view import OPTIONS, StateView, Take
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
 from hvdtrain.system.runtime.waits import SUM
@@ -36,6 +39,7 @@ class ZeroAdapter(DdpAdapter):
 
     name = "zero"
     shards_state = True
+    updates = PARAMETERS
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,13 +47,10 @@ class ZeroAdapter(DdpAdapter):
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        if optimizer.state:
-            raise UsageError(
-                "distribute_optimizer: --strategy zero shards the optimizer state: use an "
-                "optimizer without state; resume loads one"
-            )
+        state = self.state_of_root(optimizer)  # e.g. that of Adagrad, which begins with one
         model, optimizer = super().distribute(model, optimizer)
-        self._shares[optimizer] = Share(optimizer, self, model)
+        share = self._shares[optimizer] = Share(optimizer, self, model)
+        ShareView(self, model, share).restore_optimizer(optimizer, state)
         return model, optimizer
 
     @override
@@ -76,7 +77,8 @@ class ShareView(ShardedView):
 
     @override
     def replicated(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
-        return super().replicated(None, take)
+        state = {OPTIONS: self.options(optimizer)}
+        return replace(super().replicated(None, take), state=state)
 
     @override
     def optimizer_state(self, index: int, parameter: Any, saved: Any) -> torch.Tensor | None:
@@ -114,8 +116,8 @@ class Share:
         ]
         self._buckets = [[by_owner[index] for index in bucket] for bucket in buckets(kinds)]
         self._hidden: list[torch.Tensor | None] = []
-        optimizer.register_step_pre_hook(self._hide)
-        optimizer.register_step_post_hook(lambda *_: self._end())
+        optimizer.register_step_pre_hook(once_per_step(self._hide))
+        optimizer.register_step_post_hook(once_per_step(lambda *_: self._end()))
 
     def _hide(self, optimizer: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if any(arguments[1:]) or named.get("closure"):

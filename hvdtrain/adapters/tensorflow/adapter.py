@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.profiler import Profiler, rank_facts
-from hvdtrain.adapters.state_view import StateView, Take, check_names
+from hvdtrain.adapters.state_view import OPTIONS, Groups, StateView, Take, check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import (
@@ -56,7 +56,26 @@ class KerasView(StateView):
                 (TRAINING_FILE, state),
             )
         )
-        return Checkpoint(model, training)
+        return Checkpoint(model, training, {OPTIONS: self.options(optimizer)})
+
+    @override
+    def options(self, optimizer: Any) -> Groups:
+        if optimizer is None:
+            return []
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        numbers = (int, float, type(None))  # no bool: they select variables
+        named = ((k, v) for k, v in vars(inner).items() if not k.startswith("_"))
+        options = {name: value for name, value in named if type(value) in numbers}
+        rate = getattr(inner, "_learning_rate", None)
+        if isinstance(rate, keras.Variable):  # not a schedule
+            options["learning_rate"] = float(rate)
+        return [options]
+
+    @override
+    def set_options(self, optimizer: Any, groups: Groups) -> None:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        for name, value in groups[0].items():
+            setattr(inner, name, np.asarray(value) if name == "learning_rate" else value)
 
     @override
     def restore(self, optimizer: Any, state: Checkpoint) -> None:

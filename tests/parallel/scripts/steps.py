@@ -107,6 +107,11 @@ def tensorflow(hvd: CommonAdapter) -> None:
     stand_ins(hvd)
     tasks(hvd)
 
+    mine = {"momentum": 0.9, "clipnorm": None} if rank else {"momentum": 0.5, "clipnorm": 1.0}
+    other = keras.optimizers.SGD(0.25 + rank, **mine)
+    hvd.broadcast_state(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), other)
+    assert (float(other.learning_rate), other.momentum, other.clipnorm) == (0.25, 0.5, 1.0)
+
     # model.fit averages too: every rank sees other targets, the weight moves by their mean.
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     keras.utils.set_random_seed(rank)

@@ -1,0 +1,36 @@
+"""Numbers that a script reads from sharded tensors, e.g. the norm of a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hvdtrain.system.runtime.waits import Waits
+
+READING = "the reading of a number of sharded tensors"
+ITEM = torch.ops.aten._local_scalar_dense.default  # what item(), float() and bool() call
+
+
+def read_whole(device: str, waits: Waits) -> None:
+    """Let ``item()`` of a sum, norm or maximum return that of all ranks; all must call it.
+
+    PyTorch returns that of this rank's rows. The numbers have a process group of their own: a rank
+    that reads one alone must not receive the gradients of others.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers  # there is no public API for it
+    if ITEM in handlers:
+        return
+    mesh: Any = DeviceMesh.from_group(dist.new_group(), device)
+
+    def item(_: Any, values: tuple[Any, ...], __: Any) -> Any:
+        local, placements = values[0].to_local(), values[0].placements
+        if any(placement.is_partial() for placement in placements):
+            with waits.during(READING):
+                local = DTensor.from_local(local, mesh, placements).full_tensor()
+        return local.item()
+
+    handlers[ITEM] = item  # type: ignore[assignment]
