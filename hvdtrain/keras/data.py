@@ -310,12 +310,16 @@ class ModelCallback(keras.callbacks.Callback):
         prepare(model)
         history, reduction = getattr(model, "history", None), first_sum(model)
         if history and reduction and self.adapter.world.size > 1:
-            history.__class__, history.stop = AgreedStop, reduction.stop
+            if not isinstance(history, AgreedStop):  # it may be of a class of the user
+                kind = type(history)
+                history.__class__ = type(kind.__name__, (AgreedStop, kind), {})
+            history.stop = reduction.stop
             reduction.stop.assign([0.0, 0.0])
 
     @override
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Make Keras call all callbacks in the thread of ``fit``: this is not its own method."""
+        # Not Keras's own method: so it calls all callbacks in the thread of ``fit``.
+        super().on_train_batch_end(batch, logs)
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -334,6 +338,7 @@ class AgreedStop(keras.callbacks.History):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        super().on_train_batch_end(batch, logs)
         wanted, agreed = self.stop.numpy()
         if self.model.stop_training and not wanted:
             self.stop.assign([1.0, agreed])
@@ -414,10 +419,14 @@ def _filled(data: Any, count: Any) -> Any:
     """Return a batch of ``count`` samples; of none, a stand-in: one sample of zeros."""
 
     def filled(tensor: Any) -> Any:
-        if tensor is None or tensor.shape[0]:  # a batch that is never empty
-            return tensor
-        sizes = zip(tensor.shape[1:], tf.unstack(tf.shape(tensor))[1:], strict=True)
-        zeros = tf.zeros([1, *(now if size is None else size for size, now in sizes)], tensor.dtype)
+        if tensor is None or tensor.shape[0] or isinstance(tensor, tf.RaggedTensor):
+            return tensor  # a batch that is never empty, or a kind without zeros
+        sizes = zip(tensor.shape[1:], tf.unstack(tf.shape(tensor, tf.int64))[1:], strict=True)
+        shape = [now if size is None else size for size, now in sizes]
+        if isinstance(tensor, tf.SparseTensor):
+            shape = [tf.cast(tf.maximum(count, 1), tf.int64), *shape]
+            return tf.SparseTensor(tensor.indices, tensor.values, shape)
+        zeros = tf.zeros([1, *shape], tensor.dtype)
         return tf.cond(count > 0, lambda: tensor, lambda: zeros)
 
     return tf.nest.map_structure(filled, data)

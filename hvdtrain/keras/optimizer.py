@@ -28,7 +28,6 @@ from hvdtrain.adapters.tensorflow.buckets import (
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
-from hvdtrain.system.runtime.waits import TracedCalls
 
 # In the order of their optimizers, the same on all ranks. Weak, so as not to keep a deleted
 # optimizer and its variables.
@@ -74,11 +73,6 @@ class StepSum(GradientReduction):
             # Whether this rank's callbacks want to stop, and whether those of any rank do.
             self.stop = tf.Variable([0.0, 0.0], dtype=tf.float64, trainable=False, name="stop")
             self.nothing = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="nothing")
-            begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="steps_begun")
-            done = tf.Variable(0, dtype=tf.int64, trainable=False, name="steps_summed")
-        self.begun, self.done = begun, done
-        # Keeps only the counters alive, not the optimizer.
-        self.traced_calls = lambda: TracedCalls(int(begun), int(done))
         self.weight: Any = None  # of this rank in the current step; None: not in a step of ``fit``
 
     @property
@@ -165,13 +159,13 @@ def counted(reductions: Sequence[StepSum], count: Any) -> Iterator[Any]:
         # TensorFlow does not treat it as a constant.
         mine = tf.add_n([tf.cast(count, tf.float64), *(each.nothing for each in reductions)])
         first, wanted = reductions[0], reductions[0].stop[0]
-        if first.traced_calls not in (traced := first.adapter.waits.traced):
-            traced.append(first.traced_calls)
+        if first.buckets.traced_calls not in (traced := first.adapter.waits.traced):
+            traced.append(first.buckets.traced_calls)
         with tf.control_dependencies([mine]):
-            first.begun.assign_add(1)
+            first.buckets.begun.assign_add(1)
         total = first.adapter.sum_tensor(tf.stack([mine, wanted]), f"{first.name}.samples")
         with tf.control_dependencies([total]):
-            first.done.assign_add(1)
+            first.buckets.done.assign_add(1)
         share = tf.math.divide_no_nan(mine, total[0])
         first.stop.assign(tf.stack([wanted, total[1]]))
     _in_step = True

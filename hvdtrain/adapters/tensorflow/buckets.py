@@ -67,8 +67,12 @@ class Buckets(GradientReduction):
         self.kind = kind
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
-        self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_begun")
-        self._done = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_done")
+        # In traced functions, which Python does not see.
+        begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_begun")
+        done = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums_done")
+        self.begun, self.done = begun, done
+        # Whoever calls it keeps only the counters alive, not the optimizer.
+        self.traced_calls = lambda: TracedCalls(int(begun), int(done))
         # Sent with the buckets: this rank's flags; and their sums over all ranks. A loop without
         # `shard_data` may never set them: then a save is not over before it is waited for.
         unknown = [float(flag) for flag in Flags(stop=False, saving=True)]
@@ -162,18 +166,14 @@ class Buckets(GradientReduction):
         """Count the sums, and add the time from last gradient to last sum, in each traced run."""
         clock = _has_clock()
         with tf.control_dependencies(ready):
-            self._begun.assign_add(1)
+            self.begun.assign_add(1)
             start = tf.timestamp() if clock else 0.0
         with tf.control_dependencies(done):
-            self._done.assign_add(1)
+            self.done.assign_add(1)
             end = tf.timestamp() if clock else 0.0
         if clock:
             self._blocked.assign_add(end - start)
             self._watched = True
-
-    def traced_calls(self) -> TracedCalls:
-        """Return how often a traced function has begun, and ended, to wait for other ranks."""
-        return TracedCalls(int(self._begun), int(self._done))
 
     @property
     def blocked_seconds(self) -> float | None:

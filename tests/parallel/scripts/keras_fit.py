@@ -395,6 +395,10 @@ def saved() -> None:
     model.save(folder / f"own-{RANK}.keras")
     own = keras.models.load_model(folder / f"own-{RANK}.keras").optimizer
     assert type(own) is Registered and reduction_of(own) is None
+    often = hvd.callbacks.ModelCheckpoint(DONE / "often" / "{batch}.keras", save_freq=2)
+    fit(model, callbacks=[often], epochs=1)
+    session.adapter().communicator.gather(b"")
+    assert [path.name for path in (DONE / "often").iterdir()] == ["2.keras"]
 
 
 def resumed() -> None:
@@ -638,6 +642,23 @@ def inputs() -> None:
     close(mine, single)
 
 
+def sparse() -> None:
+    """Inputs may be sparse, also where a rank has none."""
+
+    def model(seed: int, *, sparse: bool) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        return keras.Sequential([keras.Input((5,), sparse=sparse), keras.layers.Dense(3)])
+
+    data = hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
+    for eager in (False, True):
+        single, mine = model(0, sparse=False), model(RANK, sparse=True)
+        single.compile(sgd(), LOSS)
+        mine.compile(hvd.DistributedOptimizer(sgd()), LOSS, run_eagerly=eager)
+        single.fit(global_batches(X, Y, BATCH, SEED), epochs=EPOCHS, verbose=0)
+        fit(mine, data=data.map(lambda x, y: (tf.sparse.from_dense(x), y)))
+        close(mine, single)
+
+
 def outputs() -> None:
     """The logs have the loss of each output, too."""
 
@@ -713,6 +734,15 @@ def stops() -> None:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.stop(None)
 
+    class Noted(keras.callbacks.History):
+        """A history of the user's own, which has an effect, too."""
+
+        ended = 0
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            super().on_epoch_end(epoch, logs)
+            self.ended += 1
+
     average = hvd.callbacks.MetricAverageCallback
     model = net(RANK)
     for execution, end, epochs, batches in (
@@ -724,10 +754,11 @@ def stops() -> None:
         for callbacks in ([], [average()]):
             optimizer = hvd.DistributedOptimizer(sgd())
             model.compile(optimizer, LOSS, steps_per_execution=execution)
-            limit = Limit(*end)
-            result = fit(model, callbacks=[*callbacks, limit], epochs=4)
+            limit, history = Limit(*end), Noted()
+            fit(model, callbacks=[*callbacks, limit, history], epochs=4)
             if SIZE > 1:
-                assert (len(result.epoch), limit.batches) == (epochs, batches), end
+                done = len(history.epoch), history.ended, limit.batches
+                assert done == (epochs, epochs, batches), end
     # One that all ranks have, and that sees a loss of its rank alone.
     x = X.copy()
     x[permutation(SAMPLES, SEED, 0)[BATCH - 1]] = np.nan  # the last rank's, in the first batch
@@ -827,6 +858,7 @@ WAYS = [
     plain,
     optimizers,
     inputs,
+    sparse,
     outputs,
     evaluated,
     idle,
