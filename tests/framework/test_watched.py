@@ -28,4 +28,4 @@ def test_a_watched_script_does_the_same(framework: str, tmp_path: Path) -> None:
     assert record["done"] >= 2
     if framework == "pytorch":
         assert record["written"] == [str(tmp_path / "model.pt")]
-        assert record["shares"][0] == 0.5
+        assert record["sample_weights"][0] == 0.5 / 8

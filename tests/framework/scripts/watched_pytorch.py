@@ -15,7 +15,7 @@ warnings.simplefilter("error")
 x = torch.ones(8, 4)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loss = model(x).square().mean() / 2
+loss = -0.5 * model(x).square().mean()
 loss.backward()
 optimizer.step()
 print("functions", pickle.loads(pickle.dumps(torch.save)) is torch.save)

@@ -202,17 +202,17 @@ def _uneven(records: Records, result: StepRow) -> StepRow:
 
     Of sums over the samples, divided by the same number on all ranks, it is correct; of means not.
     """
-    seen = [zip(record.seen.by_update(), record.shares, strict=False) for record in records]
+    seen = [zip(record.seen.by_update(), record.sample_weights, strict=False) for record in records]
     for update, ranks in enumerate(zip(*seen, strict=False), 1):
-        counts = np.array([len(part) for part, _ in ranks])
-        shares = np.array([share for _, share in ranks], float) / counts.clip(1)
-        if counts.min() == counts.max() or not counts.min():
+        counts = [len(part) for part, _ in ranks]
+        if min(counts) == max(counts) or not min(counts):
             continue
-        unseen = np.isnan(shares).any()
-        if DIVIDED_BEFORE in result.evidence if unseen else np.ptp(shares) <= RULE * shares.max():
+        weights = np.array([weight for _, weight in ranks], float)
+        unseen = np.isnan(weights).any()
+        if DIVIDED_BEFORE in result.evidence if unseen else np.ptp(weights) <= RULE * weights.max():
             continue
         evidence = (
-            f"{result.evidence}; parts of {by_rank(counts.tolist())} samples at update {update}"
+            f"{result.evidence}; parts of {by_rank(counts)} samples at update {update}"
         )
         calls = {call.name.split(".")[-1] for call in records[0].calls}
         if unseen or "DistributedOptimizer" not in calls:  # the script may weight the gradients

@@ -120,8 +120,8 @@ class Record:
     calls: list[Call] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-    shares: list[float | None] = field(default_factory=list)
-    """By update: c if the loss is c times the mean over this rank's samples; None: not seen."""
+    sample_weights: list[float | None] = field(default_factory=list)
+    """By update: factor of each sample of this rank in the loss; None: not seen."""
     initial_rate: float = 0.0  # the one that a scheduler scales
     seen: SeenSamples = field(default_factory=SeenSamples)
     loader: Loader | None = None
@@ -173,7 +173,7 @@ class ScriptRecorder:
         self.batch = 0  # samples since the last update
         self.local: list[Array] | None = None  # gradients of this rank for the next update
         self.loss: float | None = None  # whose gradients they are
-        self.share: float | None = None  # see ``Record.shares``
+        self.sample_weight: float | None = None  # see ``Record.sample_weights``
         self.ignored = 0  # > 0 outside of the script's training
         self.shards: Any = None  # of hvdtrain, once the script has made them
         self.trained, self.stand_ins = 0, 0  # samples, and empty parts, since the last average
@@ -290,8 +290,8 @@ class ScriptRecorder:
         self.record.initial_rate = initial
         if len(self.record.rates) < RATES:
             self.record.rates.append(value)
-            self.record.shares.append(self.share)
-        self.share = None
+            self.record.sample_weights.append(self.sample_weight)
+        self.sample_weight = None
 
     def update(
         self, before: Sequence[Array], applied: Sequence[Array], state: Sequence[Array] | None

@@ -77,7 +77,7 @@ class OptimizerWatch:
 
     def backward(self, original: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
         """Record the loss of a backward pass, to be added to those since the last step."""
-        self.recorder.share = best_effort(_share, loss, self.recorder.batch)
+        self.recorder.sample_weight = best_effort(_sample_weight, loss, self.recorder.batch)
         original(loss, *args, **kwargs)
         if self.recorder.detailed and not self.recorder.ignored and loss.numel() == 1:
             self.recorder.loss = (self.recorder.loss or 0.0) + loss.item()
@@ -226,26 +226,26 @@ def _parameters(optimizer: Any) -> list[Any]:
     return [value for group in optimizer.param_groups for value in group["params"]]
 
 
-def _share(loss: Any, samples: int) -> float | None:
-    """Return c if ``loss`` is c times a mean over ``samples``; None if its graph does not show it.
+def _sample_weight(loss: Any, samples: int) -> float | None:
+    """Return the absolute factor of each of ``samples`` in ``loss``: that of a sum, or 1 / n.
 
-    Of a sum over samples c is proportional to their number.
+    None if the graph does not show it.
     """
-    factor, node, name = 1.0, loss.grad_fn, type(loss.grad_fn).__name__
-    while name.startswith(("Div", "Mul", "Neg", "ToCopy")):
+    factor, node = 1.0, loss.grad_fn
+    while (name := type(node).__name__).startswith(("Div", "Mul", "Neg", "ToCopy")):
         operand = getattr(node, "_saved_other", 1.0)
         if operand is None or getattr(operand, "ndim", False):
             return None
         factor *= 1 / float(operand) if name.startswith("Div") else float(operand)
         node = node.next_functions[0][0]
-        name = type(node).__name__
-    summed = name.startswith("Sum") or getattr(node, "_saved_reduction", 0) == 2
-    if not summed and not name.startswith("Mean") and not getattr(node, "_saved_reduction", 0):
+    reduction = getattr(node, "_saved_reduction", 0)  # of a loss function: 1 mean, 2 sum
+    summed = name.startswith("Sum") or reduction == 2
+    if not summed and not name.startswith("Mean") and not reduction:
         return None
     sizes = getattr(node, "_saved_self_sym_sizes", None) or node._saved_self.shape
     if not samples or not sizes or sizes[0] % samples:  # over something else
         return None
-    return factor * (samples if summed else 1)
+    return abs(factor) / (1 if summed else samples)
 
 
 def _gradient(parameter: Any, value: Any) -> Array:

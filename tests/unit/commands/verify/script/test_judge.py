@@ -53,7 +53,7 @@ def script(size: int = 2, rate: float = 0.2) -> Records:
             ],
             updates=[update(rank, number) for number in range(5)],
             rates=[rate] * 5,
-            shares=[None] * 5,
+            sample_weights=[None] * 5,
             seen=SeenSamples([f"{rank}-{row}" for row in range(80)], list(ENDS), 5),
             reduced=20,
             metrics=[MetricReduction("loss", [1.0 + rank], [1.5])],
@@ -198,6 +198,7 @@ def test_a_single_rank_shows_few_steps() -> None:
 
 OWN = each(hvdtrain=True, metrics=[MetricReduction("average_metrics over 9 samples", [1.0], [1.0])])
 EVEN = on(1, seen=SeenSamples([f"1-{row}" for row in range(74)], [*ENDS[:4], 74], 5))
+MEANS = [on(rank, sample_weights=[1 / n] * 5) for rank, n in enumerate((16, 10))]
 WRAPPED = calling("horovod.torch.DistributedOptimizer")
 HALVED = [EVEN, *(updates(rank, local=[v / 2 for v in LOCAL[rank]]) for rank in (0, 1))]
 
@@ -245,10 +246,10 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
         [updates(loss=1.02)],
         "though each rank's gradient was already divided by the global batch",
     ),
-    "means of uneven parts": (5, [EVEN, WRAPPED, each(shares=[1.0] * 5)], "of the ranks' means"),
+    "means of uneven parts": (5, [EVEN, WRAPPED, *MEANS], "of the ranks' means"),
     "their sum, divided by the ranks": (
         5,
-        [*HALVED, WRAPPED, each(shares=[0.5] * 5)],
+        [*HALVED, WRAPPED, *MEANS],
         "parts of 16 + 10 samples at update 5: the mean of the ranks' means",
     ),
     "a stand-in that is counted": (
@@ -363,13 +364,13 @@ NO_FAULTS: dict[str, tuple[int, list[Change], str, str]] = {
     "uneven parts": (5, [updates(applied=UNEVEN)], OK, "0.6, 0.4 times the local"),
     "means of uneven parts, weighted before": (
         5,
-        [EVEN, WRAPPED, on(0, shares=[16 / 13] * 5), on(1, shares=[10 / 13] * 5)],
+        [EVEN, WRAPPED, each(sample_weights=[1 / 13] * 5)],
         OK,
         "4 tensors; to the mean",
     ),
     "means of uneven parts, reduced by the script": (
         5,
-        [EVEN, each(shares=[1.0] * 5)],
+        [EVEN, *MEANS],
         NOT_SEEN,
         "16 + 10 samples at update 5: correct if the losses are weighted by these numbers",
     ),
