@@ -228,7 +228,7 @@ class MetricAverageCallback(ModelCallback):
         for index, variable in enumerate(variables):
             variable.assign(total[str(index)].astype(kept[index].dtype))
         count = max(float(total["seen"]), 1.0)
-        means = [value / count for name, value in total.items() if " " in name]
+        means = [value / count for name, value in total.items() if name.startswith("result")]
         for metric, mean in zip(others, tf.nest.pack_sequence_as(results, means), strict=True):
             vars(metric)["result"] = lambda mean=mean: mean
         logs = type(self.model).get_metrics_result(self.model)

@@ -52,9 +52,8 @@ def main() -> int:
         if len(text) > LONGEST:  # TensorFlow puts the call stack first
             text = f"{text[: LONGEST // 3]} ... {text[-LONGEST * 2 // 3 :]}"
         recorder.record.ended = text + _line(error, script)
-    record = recorder.record
-    if not record.judged:
-        record.library = next((name for name in OTHERS if name in sys.modules), record.library)
+    imported = (name for name in OTHERS if name in sys.modules)
+    recorder.record.library = next(imported, recorder.record.library)
     recorder.finish()
     return code
 

@@ -144,12 +144,11 @@ def watch(
 
 def other_library(records: Records, script: Path) -> str:
     """Return what distributes a script without Horovod and hvdtrain; empty if nothing does."""
-    if any(record.world for record in records):
-        return ""
     text = script.read_text(errors="replace")  # it may have failed before it used them
-    ours = any(record.judged for record in records) or re.search(OUR_IMPORTS, text)
-    word = None if ours else re.search(OTHER_WORDS, text)
-    names = (name for record in records if (name := record.library))
+    if any(record.judged for record in records) or re.search(OUR_IMPORTS, text):
+        return ""
+    word = re.search(OTHER_WORDS, text)
+    names = (record.library for record in records if record.library)
     return next(names, word.group().replace(" import ", ".") if word else "")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.commands.verify.hooks import Depth, after, best_effort, replace
+from hvdtrain.commands.verify.hooks import Depth, after, replace
 from hvdtrain.commands.verify.script.record import (
     AVERAGED,
     KERAS_METRICS,
@@ -116,7 +116,7 @@ class HorovodWatch:
             result = original(*args, **kwargs)
         # Only the root passes an object; asynchronous functions return a handle.
         value = result if name == "broadcast_object" else _argument(args, kwargs)
-        values = best_effort(_count, value) or 0
+        values = _count(value)
         _note(lambda *_: self.recorder.broadcast(name, values))
         return result
 
@@ -134,10 +134,10 @@ class HorovodWatch:
         """Record a reduction by the script; few values that are no gradient are a metric."""
         with self.reductions as level:
             by_script = level == 1 and not self.gradients.value
-            before = best_effort(self._candidates, _argument(args, kwargs)) if by_script else None
+            before = self._candidates(_argument(args, kwargs)) if by_script else None
             result = original(*args, **kwargs)
         if before is not None:
-            best_effort(self._metric, kwargs.get("name") or original.__name__, before, result)
+            self._metric(kwargs.get("name") or original.__name__, before, result)
         return result
 
     def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,14 +145,14 @@ class HorovodWatch:
         with self.reductions as level:
             by_script = level == 1 and not self.gradients.value
             result = original(*args, **kwargs)
-        if by_script and best_effort(self._candidates, result):
+        if by_script and self._candidates(result):
             before = [_copy(leaf) for leaf in _leaves(_argument(args, kwargs))]
-            best_effort(self._metric, kwargs.get("name") or original.__name__, before, result)
+            self._metric(kwargs.get("name") or original.__name__, before, result)
         return result
 
     def _async_reduction(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Record the start of an asynchronous reduction."""
-        before = best_effort(self._candidates, _argument(args, kwargs))
+        before = self._candidates(_argument(args, kwargs))
         handle = original(*args, **kwargs)
         if before is not None:
             self.pending[handle] = kwargs.get("name") or original.__name__, before
@@ -163,11 +163,11 @@ class HorovodWatch:
             self._metric(*pending, result)
 
     def _keras_metrics(self, original: Any, callback: Any) -> Any:
-        local = best_effort(type(callback.model).get_metrics_result, callback.model) or {}
+        local = type(callback.model).get_metrics_result(callback.model)
         result = original(callback)
         names = sorted(local.keys() & result.keys())
         before, after = ([_copy(metrics[name]) for name in names] for metrics in (local, result))
-        best_effort(self.recorder.metric, f"{KERAS_METRICS} ({', '.join(names)})", before, after)
+        self.recorder.metric(f"{KERAS_METRICS} ({', '.join(names)})", before, after)
         return result
 
     def _metric(self, name: Any, before: list[Any], result: Any) -> None:
