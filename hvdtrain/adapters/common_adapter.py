@@ -301,7 +301,7 @@ class CommonAdapter(StateAdapter):
                 )
         rank, size = self.world.rank, self.world.size
         self._shards = Shards(samples, global_batch, seed, rank, size, on_begin=self.begin_part)
-        self._shards.on_end = self.end_part
+        self._shards.on_end = lambda: self.leave_out(False)
         return self._shards
 
     def begin_part(self, shards: Shards, part: Part) -> None:
@@ -311,10 +311,6 @@ class CommonAdapter(StateAdapter):
         self.samples_seen += part.count
         self.rank_buffers = {}  # also if this rank has only a stand-in: the others have samples
         self.leave_out(part.stand_in)
-
-    def end_part(self) -> None:
-        """End the part of the last ``begin_part``."""
-        self.leave_out(False)
 
     def leave_out(self, stand_in: bool) -> None:
         """Leave the samples of the next passes out of the statistics if they are stand-ins."""

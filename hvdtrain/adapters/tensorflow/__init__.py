@@ -2,7 +2,7 @@
 
 In a custom training loop call the eight methods in order, as with PyTorch. Call ``initialize``
 before TensorFlow computes anything: threads and GPUs cannot be changed once its runtime has begun.
-A gradient of None counts as zeros, since an empty part has none: so exclude a variable that the
+A gradient of None counts as zeros, since other ranks may have one: so exclude a variable that the
 loss does not use from a ``weight_decay``.
 
 For ``model.fit`` use ``hvdtrain.keras``. With ``distribute_optimizer`` alone ``fit`` trains on the

@@ -36,9 +36,8 @@ class BucketedAdapter(TensorFlowAdapter):
                 hooks = RankHooks(weight=lambda: self.part_weight, waits=self.waits.during)
                 self._first = Buckets("gradients", self.sum_tensor, hooks)
                 self.waits.traced.append(self._first.traced_calls)
-            number = next(self._numbers)
-            buckets = self._first.another(f"gradients.{number}" if number else "gradients")
-            buckets.kind = TYPES.get(self.comm_options.compression)
+            number, kind = next(self._numbers), TYPES.get(self.comm_options.compression)
+            buckets = self._first.another(f"gradients.{number}" if number else "gradients", kind)
         self._buckets[number] = buckets
         if self._shards is None:  # without shards all ranks weigh the same
             buckets.weight.assign(self.part_weight)

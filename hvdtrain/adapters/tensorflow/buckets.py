@@ -51,20 +51,10 @@ class Buckets(GradientReduction):
         name: name of the optimizer, the same on all ranks.
         reduce: function that sums a tensor over all ranks, under the same name on all of them.
         hooks: functions of this rank; its weight is checked here, and used as ``self.weight``.
-        kind: 16-bit type in which gradients are sent and summed; None: that of the gradients. See
-            ``adapters/pytorch/sums.py`` for overflows.
     """
 
-    def __init__(
-        self,
-        name: str,
-        reduce: Reduce,
-        hooks: RankHooks,
-        *,
-        kind: Any = None,
-    ) -> None:
+    def __init__(self, name: str, reduce: Reduce, hooks: RankHooks) -> None:
         self.name, self.reduce, self.hooks = name, reduce, hooks
-        self.kind = kind
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         # In traced functions, which Python does not see.
@@ -80,14 +70,19 @@ class Buckets(GradientReduction):
         self.agreed = tf.Variable(unknown, trainable=False, name="flags_agreed")
         self._reset()
 
-    def another(self, name: str) -> Buckets:
-        """Return the sums of another optimizer, with the same variables of this rank."""
+    def another(self, name: str, kind: Any) -> Buckets:
+        """Return the sums of another optimizer, with the same variables of this rank.
+
+        Its gradients are sent and summed in the 16-bit type ``kind``; None: in their own. See
+        ``adapters/pytorch/sums.py`` for overflows.
+        """
         copied = copy.copy(self)
+        copied._reset(kind)
         copied.name = name
-        copied._reset()
         return copied
 
-    def _reset(self) -> None:
+    def _reset(self, kind: Any = None) -> None:
+        self.kind = kind
         self.messages: dict[str, int] | None = None  # of a step: count and bytes
         self._blocked = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="blocked")
         self._watched = False
