@@ -72,9 +72,13 @@ class Bucket:
         self.parameters[index].grad = view
         if gradient is not None:
             gradient = (gradient.to_dense() if gradient.is_sparse else gradient).detach()
-        if self.has(index):
-            if gradient is not None and factor:
-                self._add(index, gradient, factor)
+        if self.has(index):  # what autograd has produced in addition, in the same pass
+            if gradient is None or factor == 0:
+                return
+            if self.handle is None:
+                view.add_(gradient, alpha=factor)
+            else:
+                self.late.append((index, gradient))
             return
         self.missing.discard(index)
         if gradient is None or factor == 0:  # a stand-in's may be nan: 0 times it would be too
@@ -83,13 +87,6 @@ class Bucket:
             self.holders[index : index + 1].zero_()  # assigning a host value would synchronize
         else:
             torch.mul(gradient, factor, out=view)
-
-    def _add(self, index: int, gradient: torch.Tensor, factor: float) -> None:
-        """Add what autograd has produced for a parameter in addition, in the same pass."""
-        if self.handle is None:
-            self.views[index].add_(gradient, alpha=factor)
-        else:
-            self.late.append((index, gradient))
 
     def fill_missing(self, weight: Callable[[], float]) -> None:
         """Fill what has not come."""
