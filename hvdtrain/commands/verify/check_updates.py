@@ -91,7 +91,7 @@ def measure_gradient(probe: Probe) -> Facts:
     applied, whole = [], []
     for counts in shares(probe.size):
         begin, count = sum(counts[: probe.rank]), counts[probe.rank]
-        local = np.arange(begin, begin + count) if count else np.arange(1)
+        local = np.arange(begin, begin + max(1, count))  # of none, a stand-in
         part = Part(local, sum(counts), Position(), Position(), stand_in=not count)
         adapter.import_state(plain.model, None, adapter.export_state(task.model, None))
         whole.append(probe.update(plain, np.arange(sum(counts))).tolist())

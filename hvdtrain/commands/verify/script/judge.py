@@ -247,7 +247,7 @@ def metrics(records: Records) -> StepRow:
         return not_seen(8, f"{rank_list(missing)} ended before reducing a metric")
     if missing:
         return row(8, False, f"metrics are reduced, but not on {rank_list(missing)}")
-    if counted := sum(record.counted for record in records):
+    if counted := sum(record.stand_ins_counted for record in records):
         evidence = f"{AVERAGED} counts {plural(counted, 'stand-in')} of empty parts as samples"
         return row(8, False, f"{evidence}: count part.count, not the length of the batch")
     reductions = list(zip(*reduced, strict=False))

@@ -128,7 +128,7 @@ class Record:
     reduced: int = 0  # number of reductions over the ranks
     adasum: bool = False  # whether one was by Adasum
     metrics: list[MetricReduction] = field(default_factory=list)
-    counted: int = 0  # stand-ins of empty parts that were averaged over as samples
+    stand_ins_counted: int = 0  # those of empty parts that were averaged over as samples
     written: list[str] = field(default_factory=list)  # paths
     waiting: str | None = None  # name of a call that has not returned
     done: int = 0  # number of updates
@@ -274,10 +274,10 @@ class ScriptRecorder:
             return not part.count
         return self.record.hvdtrain and len(values) == 1 and not values.any()
 
-    def counted(self, count: float) -> None:
+    def averaged(self, count: float) -> None:
         """Record a number of samples that the script averages over, if it trained on them."""
         if self.stand_ins and count == self.trained + self.stand_ins:
-            self.record.counted += self.stand_ins
+            self.record.stand_ins_counted += self.stand_ins
         self.trained = self.stand_ins = 0
 
     @property

@@ -208,7 +208,7 @@ class HorovodWatch:
         before = [float(sums[name]) / count if count else 0.0 for name in names]
         after = [means[name] for name in names]
         self.recorder.metric(f"{AVERAGED} over {total} samples", before, after)
-        self.recorder.counted(count)
+        self.recorder.averaged(count)
 
 
 def checkpoints(module: Any, recorder: ScriptRecorder, *, fresh: bool) -> None:

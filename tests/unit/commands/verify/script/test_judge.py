@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
     ),
     "a stand-in that is counted": (
         8,
-        [OWN, on(1, counted=2)],
+        [OWN, on(1, stand_ins_counted=2)],
         "average_metrics counts 2 stand-ins of empty parts as samples: count part.count",
     ),
     "nothing reduced": (5, [each(reduced=0)], "Horovod reduced nothing"),

@@ -269,10 +269,10 @@ def test_a_stand_in_is_no_sample(recorder: ScriptRecorder, stand_in: bool) -> No
     recorder.samples(np.ones((1, 2)))
     update(recorder)
     assert len(recorder.record.seen.marks) == recorder.trained == 1 - stand_in
-    recorder.counted(1)  # len(part.indices), not part.count
-    assert recorder.record.counted == stand_in
-    recorder.counted(1)  # of an evaluation
-    assert recorder.record.counted == stand_in
+    recorder.averaged(1)  # len(part.indices), not part.count
+    assert recorder.record.stand_ins_counted == stand_in
+    recorder.averaged(1)  # of an evaluation
+    assert recorder.record.stand_ins_counted == stand_in
 
 
 def test_a_stand_in_of_keras_is_zeros(recorder: ScriptRecorder) -> None:
