@@ -31,7 +31,6 @@ from hvdtrain.errors import (
     escaped,
 )
 from hvdtrain.system.files import check_working_directory
-from hvdtrain.system.machine.limits import process_limit
 from hvdtrain.system.output.plots import check_installed
 from hvdtrain.system.runtime import terminal
 
@@ -177,8 +176,8 @@ def _run(verb: str, words: Sequence[str]) -> int:
     except (BlockingIOError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
             raise
-        limit = f"a limit of {process_limit(Path('/'))} processes and threads"
-        return _complain(f"{error}: {limit} (ulimit -u, pids.max)", EXIT_FAILURE)
+        reason = "probably the limit of processes and threads (ulimit -u, pids.max)"
+        return _complain(f"{error}: {reason}", EXIT_FAILURE)
     try:
         if as_json:
             print(json.dumps(report.data, indent=1, sort_keys=True))

@@ -70,13 +70,13 @@ class Folder:
         Raises:
             UsageError: it is another user's, or a link; the message begins with ``prefix``.
         """
-        with contextlib.suppress(NotADirectoryError):
+        with contextlib.suppress(NotADirectoryError, PermissionError):
             folder = self.enter(name)
             owner, probe = os.fstat(folder.handle).st_uid, f".{secrets.token_hex(8)}"
             if owner == os.getuid():
                 return folder
             # NFS may show all files as nobody's.
-            with contextlib.suppress(PermissionError), folder.open(probe, "xb") as file:
+            with folder.open(probe, "xb") as file:
                 folder.remove(probe)
                 if os.fstat(file.fileno()).st_uid == owner:
                     return folder

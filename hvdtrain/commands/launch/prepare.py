@@ -153,10 +153,10 @@ def with_host_cores(environ: Mapping[str, str], hosts: Sequence[Host]) -> Mappin
     cores: Counter[str] = Counter()
     for name, number in _CHUNK.findall(line[1] if line else ""):
         cores[name] += int(number or 1)
-    shares = [cores[host.name.partition(".")[0]] / host.slots for host in hosts]
-    share = int(min(shares, default=0) * max((host.slots for host in hosts), default=0))
-    known = share and str(share) != environ.get("NCPUS")
-    return {**environ, HOST_CORES: str(share)} if known else environ
+    most = max((host.slots for host in hosts), default=0)
+    shares = [cores[host.name.partition(".")[0]] * most // host.slots for host in hosts]
+    share = str(min(shares, default=0))
+    return environ if share in ("0", environ.get("NCPUS")) else {**environ, HOST_CORES: share}
 
 
 def check_request(request: Request, environ: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -76,7 +77,9 @@ def test_new_files_have_the_mode_of_the_umask(mask: int, tmp_path: Path) -> None
     assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o777 & ~mask}
 
 
-def test_a_folder_that_another_user_may_have_made_is_not_ours(tmp_path: Path) -> None:
+def test_a_folder_that_another_user_may_have_made_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link, folder = tmp_path / "link", Folder.named(tmp_path / "new")
     for _ in range(2):
         assert folder.own("ours").path == tmp_path / "new" / "ours"
@@ -93,6 +96,10 @@ def test_a_folder_that_another_user_may_have_made_is_not_ours(tmp_path: Path) ->
         os.chown(tmp_path / "new" / "ours", 65534, 65534)
         with pytest.raises(UsageError, match="ours is not a directory of yours"):
             folder.own("ours")
+    denied = Mock(side_effect=PermissionError)  # it is of mode 0700
+    monkeypatch.setattr(Folder, "enter", denied)
+    with pytest.raises(UsageError, match="ours is not a directory of yours"):
+        folder.own("ours")
 
 
 def test_cache_root() -> None:

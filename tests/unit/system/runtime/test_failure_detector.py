@@ -44,10 +44,10 @@ def run(body: str) -> tuple[int, str, str]:
 
 def test_a_rank_that_gave_up_before_rank_0_connected_is_not_lost() -> None:
     code, out, err = run("""
-detector.ANSWER = 0.2
+detector.ANSWER_TIMEOUT = 0.2
 ranks[1].connect(endpoints)
 until(lambda: "failure detector" not in [thread.name for thread in threading.enumerate()])
-detector.ANSWER = 30.0
+detector.ANSWER_TIMEOUT = 30.0
 ranks[0].connect(endpoints)
 ranks[2].connect(endpoints)
 connected(2)
@@ -84,7 +84,7 @@ connected(2)
 
 def test_silent_and_foreign_processes_get_no_answer_and_delay_no_rank() -> None:
     code, out, err = run("""
-detector.ANSWER = 5.0  # of the ranks; 20 x HELLO one after the other would be far more
+detector.ANSWER_TIMEOUT = 5.0  # of the ranks; 20 x HELLO one after the other would be far more
 silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
 for line in silent[:5]:
     line.sendall(b"GET / HTTP/1.0".ljust(detector.RANK + detector.KEY))
@@ -147,7 +147,7 @@ time.sleep(60)
 def test_all_ranks_end_with_the_code_of_the_first_that_fails() -> None:
     """As after Ctrl-C, whichever rank is the first."""
     code, out, err = run("""
-detector.PATIENCE = 0.0
+detector.EXIT_TIMEOUT = 0.0
 for rank in ranks:
     rank.connect(endpoints)
 connected(1, 2)
