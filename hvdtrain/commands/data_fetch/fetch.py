@@ -171,10 +171,8 @@ class Fetch:
             self._temporary.remove(part.name)
         url = self.address(remote)
         self._receive(url, part, remote.size, display)
-        digest = hashlib.md5(usedforsecurity=False)
         with self._temporary.open(part.name, "rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
+            digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
         if (md5 := digest.hexdigest()) != remote.md5:
             self._temporary.remove(part.name)
             raise HvdtrainError(

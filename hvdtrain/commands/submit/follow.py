@@ -20,7 +20,7 @@ from hvdtrain.commands.submit.dialect import (
     array_state,
 )
 from hvdtrain.errors import EXIT_INTERRUPTED, HvdtrainError
-from hvdtrain.system.runtime.command import TIMED_OUT, Command, run
+from hvdtrain.system.runtime.command import Command, run
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,10 @@ def follow(
             log.info("to delete it: %s", delete)
             return State(RUNNING, "running", EXIT_INTERRUPTED)
         if state.failure:
-            state_log = f"{state.failure}; log {next(iter(job.logs.values())).absolute()}"
-            raise HvdtrainError(f"job {job.id}: {state_log}; to delete it: {delete}")
+            where = next(iter(job.logs.values())).absolute()
+            raise HvdtrainError(
+                f"job {job.id}: {state.failure}; log {where}; to delete it: {delete}"
+            )
         if state.ran:
             end = state
         if chain_file and chain.is_last(chain.read(chain_file), job.id):
@@ -91,9 +93,7 @@ def query_state(
         state = query.read(result.output)
         if state and (result.ok or state.phase == GONE):
             return state, ""
-        output = " ".join(result.output.split())
-        if result.exit_code == TIMED_OUT:
-            return None, f"no answer of {query.command.argv[0]} for {QUERY_TIMEOUT:g} s"
+        output = " ".join(result.output.split()) or f"nothing from {query.command.argv[0]}"
     return None, output
 
 
@@ -129,22 +129,21 @@ class FollowedJob:
     tails: dict[Path, Tail] = field(default_factory=dict)
     running: float | None = None  # start of running without a log (monotonic clock)
     host: str = ""  # its first host
+    answered: float = 0.0  # last answer of the batch system (monotonic clock)
 
     def wait(self) -> State:
         """Show changes until the job has ended or has failed to start; return its final state."""
-        shown, wait, due, answered = "", QUERY_FIRST, 0.0, time.monotonic()
+        shown, wait, due, self.answered = "", QUERY_FIRST, 0.0, time.monotonic()
         self.tails = {path: Tail(path) for path in self.job.logs.values()}
         while True:
             if time.monotonic() >= due:
-                state = self._query(answered)
+                state = self._query()
                 wait = min(QUERY_LAST, 1.2 * wait)
                 due = time.monotonic() + wait
                 if state.failure:
                     return state
                 if state.phase in (ENDED, GONE):
                     return self._end(state)
-                if state.phase:
-                    answered = time.monotonic()
                 if state.detail != shown:
                     shown = state.detail
                     log.info("job %s: %s", self.job.id, shown)
@@ -153,27 +152,21 @@ class FollowedJob:
             self._show()
             time.sleep(LOG_PERIOD)
 
-    def _query(self, answered: float) -> State:
-        """Return the state of the job; without a phase if the batch system does not answer.
-
-        ``answered`` is the time of its last answer (monotonic clock).
-        """
+    def _query(self) -> State:
+        """Return the state of the job; without a phase if the batch system does not answer."""
         state, output = query_state(self.dialect, self.job.id, self._show)
         if state:
-            self.host = state.host or self.host
+            self.answered, self.host = time.monotonic(), state.host or self.host
             if not any(path.exists() for path in self.tails):
                 # The path that submit chose comes first: PBS writes letters outside ASCII as "^C".
                 self.tails |= {path: Tail(path) for path in state.logs if path.exists()}
             return state
         if all(map(self._exit_text, self.job.logs)):  # it has ended
             return State(GONE)
-        minutes = f"{SERVER_TIMEOUT / 60:g} min"
-        if time.monotonic() > answered + SERVER_TIMEOUT:
-            failure = (
-                f"the batch system has not answered for {minutes} ({output}); the job continues"
-            )
-            return State("", failure=failure)
-        return State("", f"no answer of the batch system, trying for {minutes}")
+        minutes, reason = f"{SERVER_TIMEOUT / 60:g} min", ""
+        if time.monotonic() > self.answered + SERVER_TIMEOUT:
+            reason = f"no answer of the batch system for {minutes} ({output}); the job continues"
+        return State("", f"no answer of the batch system, trying for {minutes}", failure=reason)
 
     def _check_log(self) -> None:
         """Report once why there may be no log while the job runs."""

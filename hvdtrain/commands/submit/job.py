@@ -26,7 +26,6 @@ CHAIN_LIMIT = 10
 LOGS = Path("hvdtrain-jobs")
 DIRECTIVE = re.compile(r"^#(PBS|SBATCH)\b", re.MULTILINE)
 _PLAIN = re.compile(r"[A-Za-z0-9][\w.@:/=+-]*", re.ASCII)
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _ARRAY = re.compile(r"(\d+)-(\d+)(?::([1-9]\d*))?", re.ASCII)
 _MEMORY = re.compile(r"([1-9]\d*)\s*([kmgt])i?b?", re.IGNORECASE)
@@ -85,7 +84,7 @@ def task_range(text: str) -> str:
 
 def directive_line(text: str) -> str:
     """Read an option of qsub or sbatch for a line of the script."""
-    if not re.fullmatch(r"-\S.*", text) or _CONTROL.search(text):
+    if not (re.match(r"-\S", text) and text.isprintable()):
         raise ValueError(f"{text!r}: must be an option of qsub or sbatch, without #PBS or #SBATCH")
     if re.match(r"-l\s*(select|nodes|walltime)=", text):  # PBS refuses two of a kind
         raise ValueError(f"{text!r}: written by submit; use its options, or the key `select`")

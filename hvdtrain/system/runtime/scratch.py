@@ -44,7 +44,7 @@ def use_scratch_directory() -> None:
     """
     named = tempfile.gettempdir()
     # TensorFlow executes code that it writes there.
-    usual = USUAL if danger(Path(named)) and Path(USUAL).is_dir() else named
+    usual = USUAL if danger(Path(named)) else named
     if _clearing or len(usual) > LONGEST_FOLDER:
         return
     if detect(os.environ).local_rank == 0:

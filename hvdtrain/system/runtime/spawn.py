@@ -208,12 +208,12 @@ def spawn(size: int, words: Sequence[str] | None = None) -> int:
         # The port stays reserved while the socket is open; rank 0 can bind it by SO_REUSEADDR.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            with socket.create_server(("127.0.0.1", 0)) as loopback:
-                socket.create_connection(loopback.getsockname()).close()
+            held.bind(("127.0.0.1", 0))
+            with socket.socket(type=socket.SOCK_DGRAM) as probe:
+                probe.connect(held.getsockname())  # is there a route?
         except OSError as error:
-            reason = f"127.0.0.1: {os.strerror(error.errno or 0)}"
+            reason = f"127.0.0.1: {error.strerror}"
             raise UsageError(f"--spawn: {reason}: set up loopback (ip link set lo up)") from error
-        held.bind(("127.0.0.1", 0))
         ranks.start(size, held.getsockname()[1], sys.orig_argv[1:] if words is None else words)
         return ranks.wait()
 

@@ -33,7 +33,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 REPORT = 1.0
 LATE_TIMEOUT = 30.0
 POLL_INTERVAL = 0.5  # seconds between checks
-AGAIN = 1.0  # seconds between reports of the end: the first ones may precede the connection
 
 SUM = "the sum of the gradients"  # the call of a backward pass or an update
 END = "the end of the program"
@@ -131,9 +130,9 @@ class Waits:
         deadline = time.monotonic() + LATE_TIMEOUT
         with self.during(END):
             while not self.all_ended.is_set() and time.monotonic() < deadline:
-                self._reported = 0
+                self._reported = 0  # again: the first reports may precede the connection
                 self.check()
-                self.all_ended.wait(AGAIN)
+                self.all_ended.wait(POLL_INTERVAL)
 
     def take(self, report: bytes) -> None:
         """Record, on rank 0, the report of another rank; an invalid one is ignored."""
@@ -144,9 +143,9 @@ class Waits:
             return
         if rank not in range(len(self.hosts)):
             return
-        self._waiting[rank] = Wait(number, sums, call, time.monotonic() - REPORT)
-        if not number:  # withdrawn
-            del self._waiting[rank]
+        self._waiting.pop(rank, None)
+        if number:  # not withdrawn
+            self._waiting[rank] = Wait(number, sums, call, time.monotonic() - REPORT)
         calls = [wait.call for wait in self._waiting.values()]
         if calls.count(END) == len(self.hosts) - 1:
             self.all_ended.set()

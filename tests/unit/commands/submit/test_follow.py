@@ -120,7 +120,7 @@ def test_a_batch_system_that_no_longer_answers(
     """Its log is shown meanwhile."""
     (jobs.directory / "7.log").write_text("step 1\n")
     monkeypatch.setattr(follow, "SERVER_TIMEOUT", 0.6)
-    away = r"job 7: the batch system has not answered for 0.01 min \(cat: .*No such .*\); "
+    away = r"job 7: no answer of the batch system for 0.01 min \(cat: .*No such .*\); "
     with pytest.raises(HvdtrainError, match=rf"{away}the job continues; log .*/7.log; .*: rm 8 7"):
         followed(jobs, jobs.directory, "7", "8")
     assert (jobs.directory / "out").read_text() == "step 1\n"

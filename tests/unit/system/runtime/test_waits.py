@@ -191,7 +191,7 @@ def test_the_end_is_waited_for(
     for rank in ranks[1:]:
         rank.all_ended.set()  # as soon as rank 0 has ended
         monkeypatch.setattr(rank, "all_ended", threading.Event())
-        monkeypatch.setattr(waits, "AGAIN", 0.0)
+        monkeypatch.setattr(waits, "POLL_INTERVAL", 0.0)
         monkeypatch.setattr(waits, "LATE_TIMEOUT", 0.1)
         rank.finish()  # at most LATE_TIMEOUT seconds, as rank 0 may be busy for an hour
         rank.check()  # no end is withdrawn
