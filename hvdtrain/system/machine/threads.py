@@ -23,6 +23,7 @@ HOST_CORES = "PBS_HOST_CORES"  # set by ``launch`` if NCPUS, of the first chunk,
 SHARES = (HOST_CORES, "SLURM_CPUS_ON_NODE", "NCPUS")  # the job's number of cores on this host
 BATCH = ("PBS_JOBID", *SHARES)
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+UNBOUND = {"", "disabled", "none"}  # values of KMP_AFFINITY, after others and a comma
 # Variables that distinguish processes of different jobs.
 STEP_VARIABLES = ("PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
@@ -59,7 +60,8 @@ def binding(environ: Mapping[str, str]) -> str:
     """Return the variable by which OpenMP binds threads to cores; empty: it does not."""
     if environ.get("OMP_PROC_BIND", "").lower() == "false":
         return ""
-    return next((name for name in BINDING if environ.get(name)), "")
+    values = {name: environ.get(name, "").lower().split(",") for name in BINDING}
+    return next((name for name in BINDING if UNBOUND.isdisjoint(values[name])), "")
 
 
 def own_cpus() -> set[int]:

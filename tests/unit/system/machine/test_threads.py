@@ -155,6 +155,9 @@ def test_more_threads_than_cores_are_reported() -> None:
         ({"OMP_PLACES": "cores"}, "OMP_PLACES"),
         ({"GOMP_CPU_AFFINITY": "0-7"}, "GOMP_CPU_AFFINITY"),
         ({"OMP_PROC_BIND": "FALSE", "OMP_PLACES": "cores"}, ""),
+        ({"KMP_AFFINITY": "granularity=fine,compact,1,0"}, "KMP_AFFINITY"),
+        ({"KMP_AFFINITY": "disabled"}, ""),
+        ({"KMP_AFFINITY": "verbose,None"}, ""),
     ],
 )
 def test_ranks_that_openmp_binds_to_the_same_cores(environ: dict[str, str], variable: str) -> None:
