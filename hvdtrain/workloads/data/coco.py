@@ -119,24 +119,20 @@ def read(directory: Path, split: str, *, skip_broken: bool = False) -> Coco:
     index_of |= {name: at for at, name in enumerate(images.names)}
     chosen = [index_of.get(name, index_of.get(_plain(name, split))) for name in names]
     absent = [at for at, index in enumerate(chosen) if index is None]
-    others = [at for at in absent if not names[at].lower().endswith(ENDINGS)]
-    first, kinds = names[(others or absent or [0])[0]], ", ".join(ENDINGS)
+    kinds, remedy = "not to be found", "copy the images again"
+    if others := [at for at in absent if not names[at].lower().endswith(ENDINGS)]:
+        kinds, remedy = f"missing or of other kinds than {', '.join(ENDINGS)}", "convert them"
+    first = names[(others or absent or [0])[0]]
     if absent and not skip_broken:
-        reason, remedy = f"not to be found in {split}", "copy the images again"
-        if others:
-            reason, remedy = f"of other kinds than {kinds}", "convert them"
         raise UsageError(
-            f"{file} lists {plural(len(others or absent), 'image')} {reason}, {first} for one: "
+            f"{file} lists {plural(len(absent), 'image')} {kinds} in {split}, {first} for one: "
             f"{remedy}, or use --skip-broken"
         )
     if len(absent) == len(names):
-        raise UsageError(
-            f"none of the images that {file} lists is in {split} as {kinds}, {first} for one"
-        )
+        raise UsageError(f"all images that {file} lists are {kinds} in {split}, {first} for one")
     # Absent images are removed below; until then the first one is their placeholder.
     coco = Coco(images.take(np.array([index or 0 for index in chosen], np.int64)), **columns)
-    reason = f"missing or of other kinds than {kinds}" if others else "not to be found"
-    return without(coco, absent, f"{reason}, {printable(first)}") if absent else coco
+    return without(coco, absent, f"{kinds}, {printable(first)}") if absent else coco
 
 
 def _plain(name: str, split: str) -> str:
