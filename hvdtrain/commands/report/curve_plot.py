@@ -67,9 +67,7 @@ def figures(
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         if title in ("Learning rate", "Throughput"):
-            axes.update_datalim([(0, 0)], updatex=False)  # small changes must not fill the plot
-            axes.autoscale_view()
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # small changes must not fill the plot
         if len(axes.get_lines()) > 1:
             _legend(figure, axes)
         yield title, figure

@@ -136,7 +136,7 @@ class Local(Dialect):
 
     name, suffix = "none", ".sh"
     shebang = "#!/bin/bash"
-    change, stop = "NAME=VALUE bash SCRIPT", ("kill", "-URG")
+    change = "NAME=VALUE bash SCRIPT"
     nodes = "1"
     in_job = False
 

@@ -28,6 +28,8 @@ class Folder(Local):
     without a newline if it ends in ``...``.
     """
 
+    stop = ("kill", "-URG")
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
