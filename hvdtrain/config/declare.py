@@ -62,7 +62,7 @@ REMOVED: Mapping[str, str] = {
     "timeline --profile": "open the traces of a training's --profile in Perfetto",
 }
 # Options of other programs whose letters are not close to ours.
-MEANT: Mapping[str, str] = {
+SYNONYMS: Mapping[str, str] = {
     "--bs": "--batch-size",
     "--learning-rate": "--lr",
     "--max-grad-norm": "--clip-norm",
@@ -220,7 +220,7 @@ class CommandParser(argparse.ArgumentParser):
         if remedy := REMOVED.get(f"{verb} {name}".strip()):
             return f"{name} was removed: {remedy}"
         known = [name for action in self._actions for name in action.option_strings]
-        near = MEANT.get(name) if MEANT.get(name) in known else nearest(name, known)
+        near = SYNONYMS.get(name) if SYNONYMS.get(name) in known else nearest(name, known)
         hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
         return f"{name}: no such option; {hint}"
 

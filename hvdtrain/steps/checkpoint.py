@@ -29,7 +29,7 @@ from hvdtrain.steps.checkpoint_files import (
     State,
     Tensors,
     Written,
-    is_of_file_system,
+    is_file_system_error,
     read,
     read_state,
     score,
@@ -233,7 +233,7 @@ def _intact(path: Path, check: Check, pauses: tuple[float, ...] = RETRY_PAUSES) 
         checkpoint = read(path)
         check(checkpoint)
     except OSError as error:
-        if not is_of_file_system(error):
+        if not is_file_system_error(error):
             raise
         if not pauses:
             raise HvdtrainError(

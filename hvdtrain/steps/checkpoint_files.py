@@ -51,7 +51,7 @@ DAMAGE = (
 )
 
 # Errors for a damaged checkpoint whose file system works; None: of libraries.
-ABSENT = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
+DAMAGE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,9 @@ def read_state(folder: Path) -> State:
     return state
 
 
-def is_of_file_system(error: BaseException) -> bool:
+def is_file_system_error(error: BaseException) -> bool:
     """Return whether the file system failed, e.g. by ESTALE or EIO: the file may be intact."""
-    return isinstance(error, OSError) and error.errno not in ABSENT
+    return isinstance(error, OSError) and error.errno not in DAMAGE_ERRNOS
 
 
 def unchecked(folder: Path, state: State) -> Checkpoint:
@@ -207,6 +207,6 @@ def score(folder: Path) -> float | None:
         good = type(value) in (int, float) and math.isfinite(value)
         return float(value if higher_is_better else -value) if good else None
     except DAMAGE as error:
-        if is_of_file_system(error):
+        if is_file_system_error(error):
             raise
         return None

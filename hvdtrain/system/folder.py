@@ -20,7 +20,7 @@ from typing import IO
 from hvdtrain.errors import UsageError
 
 OPEN = os.O_DIRECTORY | os.O_NOFOLLOW
-PASS = OPEN | getattr(os, "O_PATH", os.O_RDONLY)  # for a directory that may not be readable
+PASS = OPEN | os.O_PATH  # for a directory that may not be readable
 OTHERS = 0o022  # bits of a mode: others may write
 
 _targets: dict[Path, str] = {}  # of the paths that were named, without links
@@ -144,7 +144,7 @@ def private_folder(path: Path, option: str, remedy: str) -> str:
         UsageError: others can write to it, or exchange it.
     """
     try:
-        if reason := danger(path.parent):
+        if reason := exposure(path.parent):
             raise UsageError(f"{option}: {reason}: {remedy}")
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -158,7 +158,7 @@ def private_folder(path: Path, option: str, remedy: str) -> str:
     return str(path)
 
 
-def danger(path: Path) -> str:
+def exposure(path: Path) -> str:
     """Return which part of ``path`` others can exchange, and how; empty if none."""
     trusted = {0, os.getuid()}
     with contextlib.suppress(OSError):
@@ -170,7 +170,7 @@ def danger(path: Path) -> str:
         if status.st_uid not in trusted:
             return f"{part} belongs to another user, who could exchange what you execute there"
         if part.is_symlink():
-            if reason := danger(part.parent / part.readlink()):
+            if reason := exposure(part.parent / part.readlink()):
                 return reason
         elif status.st_mode & OTHERS and not status.st_mode & stat.S_ISVTX:
             return f"others may write to {part}, and could exchange what you execute there"

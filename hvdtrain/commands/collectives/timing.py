@@ -32,7 +32,7 @@ WARM_UP = 2
 ELEMENT = 4  # bytes of a float32
 # Timeout of torch.distributed for rendezvous and collectives: on two loaded cores a rank was late
 # by more than 15 s.
-PATIENCE = timedelta(seconds=60)
+CONNECT_TIMEOUT = timedelta(seconds=60)
 BACKENDS = ("mpi4py", "horovod", "gloo", "nccl")
 
 
@@ -143,7 +143,7 @@ def start(name: str, mpi: Communicator) -> Communicator:
     else:
         from hvdtrain.collectives.torch_distributed import TorchDistributed
 
-        started = TorchDistributed(gpu=name == "nccl", timeout=PATIENCE)
+        started = TorchDistributed(gpu=name == "nccl", timeout=CONNECT_TIMEOUT)
     if started.size != mpi.size:
         raise RuntimeError(f"its world is {started.size}, MPI's is {mpi.size}")
     return started

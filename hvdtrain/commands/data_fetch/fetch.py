@@ -172,8 +172,9 @@ class Fetch:
         url = self.address(remote)
         self._receive(url, part, remote.size, display)
         with self._temporary.open(part.name, "rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
-        if (md5 := digest.hexdigest()) != remote.md5:
+            new = functools.partial(hashlib.md5, usedforsecurity=False)
+            md5 = hashlib.file_digest(file, new).hexdigest()  # type: ignore[arg-type]
+        if md5 != remote.md5:
             self._temporary.remove(part.name)
             raise HvdtrainError(
                 f"{url}: the file has the MD5 checksum {md5} instead of {remote.md5} and was "

@@ -29,7 +29,7 @@ import numpy as np
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.commands.launch.stage_environment import BASE, CONFIG, HOME
 from hvdtrain.errors import EXIT_OK, UsageError
-from hvdtrain.system.folder import danger
+from hvdtrain.system.folder import exposure
 from hvdtrain.system.machine import mpi_library
 from hvdtrain.system.output.text import size
 from hvdtrain.system.runtime.exit import run_and_exit
@@ -60,7 +60,7 @@ def make_folder(copy: Path, length: int) -> IO[str]:
     directory = copy.parent
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory: {REMEDY}")
-    if reason := danger(directory):
+    if reason := exposure(directory):
         raise UsageError(f"{reason}: {REMEDY}")
     needed, free = int(MARGIN * length), shutil.disk_usage(directory).free
     if free < needed:

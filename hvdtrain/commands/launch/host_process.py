@@ -36,7 +36,7 @@ from hvdtrain.system.runtime.spawn import exit_code, say, signal_of
 
 PROGRAM = (sys.executable, "-m", "hvdtrain.commands.launch.host_process")
 STANDARD_INPUT = 0
-PATIENCE = 3.0  # seconds for a process to kill its ranks
+EXIT_TIMEOUT = 3.0  # seconds for a process to kill its ranks
 
 
 # The end that launch holds
@@ -55,7 +55,7 @@ def end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.stdin:
             process.stdin.close()
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + EXIT_TIMEOUT
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 # Messages of mpirun: the first on standard error, the second on standard output.
 LOSS = re.compile(rb"has lost communication with a remote daemon|daemon failed to report back")
 HOST = re.compile(rb"Remote daemon: .* on node (\S+)|Remote host: +(\S+)")
-UNKNOWN = re.compile(rb"Could not resolve hostname ([^\s:]+)")  # ssh's message
+UNRESOLVED = re.compile(rb"Could not resolve hostname ([^\s:]+)")  # ssh's message
 NOTICE = 1000  # bytes of its message, enough for the host
 UNRELIABLE = (EXIT_OK, 255)  # exit codes of mpirun then
 LONGEST_MARK = 16  # bytes
@@ -96,7 +96,7 @@ class JobOutcome:
         # Ranks that mpirun itself ends may have saved in time, but are not finished.
         if mark == EXIT_PREEMPTED and stop_requested:
             return mark
-        unknown = {host for notice in self._notices.values() for host in UNKNOWN.findall(notice)}
+        unknown = {host for notice in self._notices.values() for host in UNRESOLVED.findall(notice)}
         if unknown and lost is not None:
             raise UsageError(
                 f"{b', '.join(sorted(unknown)).decode(errors='replace')}: no such host"

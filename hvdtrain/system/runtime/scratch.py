@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvdtrain.system.folder import danger
+from hvdtrain.system.folder import exposure
 from hvdtrain.system.runtime.detect import detect
 
 LONGEST_FOLDER = 50  # characters; sockets in it have names of at most 108
@@ -44,7 +44,7 @@ def use_scratch_directory() -> None:
     """
     named = tempfile.gettempdir()
     # TensorFlow executes code that it writes there.
-    usual = USUAL if danger(Path(named)) else named
+    usual = USUAL if exposure(Path(named)) else named
     if _clearing or len(usual) > LONGEST_FOLDER:
         return
     if detect(os.environ).local_rank == 0:

@@ -18,7 +18,7 @@ from hvdtrain.system.runtime.command import Command, run
 ENDS = "HVDTRAIN_WALLTIME_ENDS"
 """End time of the job in seconds since 1970; empty: unknown, do not query again."""
 
-PATIENCE = 10.0  # timeout of a query in seconds; a busy batch system must not delay a training
+QUERY_TIMEOUT = 10.0  # timeout of a query in seconds; a busy batch system must not delay a training
 
 IS_NEAR = "the walltime is near"  # the reason that rank 0 reports
 RESERVE = 10.0  # seconds for the end of the job script, and for clock differences
@@ -78,7 +78,7 @@ def ends_at(environ: Mapping[str, str] = os.environ) -> float | None:
     if (known := _number(environ.get("SLURM_JOB_END_TIME", ""))) is not None:
         return known
     command = question(environ)
-    result = run(command, timeout=PATIENCE) if command else None
+    result = run(command, timeout=QUERY_TIMEOUT) if command else None
     job = environ.get("SLURM_JOB_ID", "")
     left = read_answer(result.output, job) if result and result.ok else None
     return None if left is None else time.time() + left

@@ -115,9 +115,9 @@ def read(directory: Path, split: str, *, skip_broken: bool = False) -> Coco:
         raise UsageError(f"{file} lists no image: use --data with images")
     if not columns["categories"]:
         raise UsageError(f"{file} lists no category: there is nothing to detect")
-    index_of = {_plain(name, split): at for at, name in enumerate(images.names)}
+    index_of = {_normalized(name, split): at for at, name in enumerate(images.names)}
     index_of |= {name: at for at, name in enumerate(images.names)}
-    chosen = [index_of.get(name, index_of.get(_plain(name, split))) for name in names]
+    chosen = [index_of.get(name, index_of.get(_normalized(name, split))) for name in names]
     absent = [at for at, index in enumerate(chosen) if index is None]
     kinds, remedy = "not to be found", "copy the images again"
     if others := [at for at in absent if not names[at].lower().endswith(ENDINGS)]:
@@ -135,7 +135,7 @@ def read(directory: Path, split: str, *, skip_broken: bool = False) -> Coco:
     return without(coco, absent, f"{kinds}, {printable(first)}") if absent else coco
 
 
-def _plain(name: str, split: str) -> str:
+def _normalized(name: str, split: str) -> str:
     r"""Return the one form of ``./a.jpg``, ``train2017/a.jpg``, ``b\a.jpg``, NFD."""
     path = posixpath.normpath(name.replace("\\", "/")).removeprefix(f"{split}/")
     return unicodedata.normalize("NFC", path)
