@@ -22,7 +22,6 @@ from hvdtrain.system.folder import Folder
 log = logging.getLogger(__name__)
 
 MOST_READ = 2**28  # bytes: far more than tables, records and states of trainings have
-LOCK = "lock"  # name of a lock file
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that are solved by freeing space
 
 
@@ -133,8 +132,8 @@ def lock(folder: Folder, activity: str) -> Iterator[None]:
     Raises:
         OSError: the file cannot be opened.
     """
-    path = folder.path / LOCK
-    with folder.open(LOCK, "ab") as stream:
+    path = folder.path / "lock"
+    with folder.open(path.name, "ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

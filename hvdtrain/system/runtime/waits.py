@@ -180,11 +180,11 @@ class Waits:
 
     def _report(self, wait: Wait | None) -> None:
         """Report ``wait`` to rank 0 once, unless it has ended; None: withdraw the last report."""
-        number, *rest = wait[:3] if wait else (0, 0, "")
+        number, sums, call = wait[:3] if wait else (0, 0, "")
         with self._lock:
             if number != self._reported and (wait is None or wait == self._current()):
                 self._reported = number
-                self.report(json.dumps([self.rank, number, *rest]).encode())
+                self.report(json.dumps([self.rank, number, sums, call]).encode())
 
     def _current(self) -> Wait | None:
         """Return the current call of this rank, numbered among counted and traced calls."""
