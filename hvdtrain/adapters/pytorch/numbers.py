@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hvdtrain.system.runtime.waits import Waits
 
-READING = "the reading of a number of sharded tensors"
+READING = "item() of a sharded tensor"
 ITEM = torch.ops.aten._local_scalar_dense.default  # what item(), float() and bool() call
 
 
