@@ -105,14 +105,14 @@ class Waits:
             return
         self.number += 1
         self._sums += call == SUM
-        since = 0.0 if call == END else time.monotonic()
+        since = time.monotonic() - (REPORT if call == END else 0.0)  # the end is reported at once
         self._call = wait = Wait(self.number, self._sums, call, since)
         try:
             with self.mark(call):
                 yield
         except Exception as error:
             if not isinstance(error, HvdtrainError):  # as another rank has ended?
-                self._call = wait._replace(since=0.0)
+                self._call = wait._replace(since=since - REPORT)
                 self.check()
             raise
         finally:

@@ -185,6 +185,14 @@ def test_a_call_that_fails_as_another_rank_has_ended(
         raise RuntimeError("Horovod has been shut down")
 
 
+def test_a_call_that_fails_at_once_has_not_waited_long(
+    ranks: list[Waits], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RuntimeError), ranks[0].during("save_checkpoint"):
+        raise RuntimeError("another rank is gone")
+    assert not caplog.records
+
+
 def test_the_end_is_waited_for(
     ranks: list[Waits], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
