@@ -211,9 +211,7 @@ def _uneven(records: Records, result: StepRow) -> StepRow:
         unseen = np.isnan(weights).any()
         if DIVIDED_BEFORE in result.evidence if unseen else np.ptp(weights) <= RULE * weights.max():
             continue
-        evidence = (
-            f"{result.evidence}; parts of {by_rank(counts)} samples at update {update}"
-        )
+        evidence = f"{result.evidence}; parts of {by_rank(counts)} samples at update {update}"
         calls = {call.name.split(".")[-1] for call in records[0].calls}
         if unseen or "DistributedOptimizer" not in calls:  # the script may weight the gradients
             return not_seen(5, f"{evidence}: correct if the losses are weighted by these numbers")

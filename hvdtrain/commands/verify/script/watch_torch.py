@@ -227,9 +227,10 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _sample_weight(loss: Any, samples: int) -> float | None:
-    """Return the absolute factor of each of ``samples`` in ``loss``: that of a sum, or 1 / n.
+    """Return the factor, without sign, of the loss of each of ``samples`` in ``loss``.
 
-    None if the graph does not show it.
+    Of a sum it is the factor of the sum; of a mean 1 / ``samples`` of its factor. None if the graph
+    does not show it.
     """
     factor, node = 1.0, loss.grad_fn
     while (name := type(node).__name__).startswith(("Div", "Mul", "Neg", "ToCopy")):
