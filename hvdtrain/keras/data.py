@@ -308,13 +308,6 @@ class ModelCallback(keras.callbacks.Callback):
         super().set_model(model)
         self.adapter = session.adapter()
         prepare(model)
-        history, reduction = getattr(model, "history", None), first_sum(model)
-        if history and reduction and self.adapter.world.size > 1:
-            if not isinstance(history, AgreedStop):  # it may be of a class of the user
-                kind = type(history)
-                history.__class__ = type(kind.__name__, (AgreedStop, kind), {})
-            history.stop = reduction.stop
-            reduction.stop.assign([0.0, 0.0])
 
     @override
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -325,6 +318,13 @@ class ModelCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_begin(epoch, logs)
         begin_epoch(epoch)
+        history, reduction = self.model.history, first_sum(self.model)
+        if reduction and self.adapter.world.size > 1:
+            if not isinstance(history, AgreedStop):  # it may be of a class of the user
+                kind = type(history)
+                history.__class__ = type(kind.__name__, (AgreedStop, kind), {})
+            history.stop = reduction.stop
+            reduction.stop.assign([0.0, 0.0])
 
 
 class AgreedStop(keras.callbacks.History):
@@ -350,6 +350,13 @@ class AgreedStop(keras.callbacks.History):
         wanted = np.array([float(self.model.stop_training or self.stop.numpy()[0])])
         with session.adapter().waits.during("fit"):
             self.model.stop_training = bool(session.adapter().communicator.sum(wanted)[0])
+
+    @override
+    def on_train_end(self, logs: Logs = None) -> None:
+        super().on_train_end(logs)
+        history: Any = self
+        history.__class__ = type(self).__bases__[1]  # the one that ``fit`` returns, as it was
+        del history.stop
 
 
 def note_samples(reduction: StepSum | None) -> None:

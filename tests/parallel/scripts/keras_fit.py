@@ -759,6 +759,7 @@ def stops() -> None:
             if SIZE > 1:
                 done = len(history.epoch), history.ended, limit.batches
                 assert done == (epochs, epochs, batches), end
+            assert type(history) is Noted and type(fit(model, epochs=1)) is keras.callbacks.History
     # One that all ranks have, and that sees a loss of its rank alone.
     x = X.copy()
     x[permutation(SAMPLES, SEED, 0)[BATCH - 1]] = np.nan  # the last rank's, in the first batch
