@@ -116,6 +116,16 @@ def test_ranks_that_openmp_binds_to_one_core_are_freed_and_warned(number: int) -
     assert (warning in outcome.err) == (number == 2)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_torchruns_agent_that_openmp_binds_leaves_its_ranks_all_cores() -> None:
+    """Ranks inherit the cores of the agent, which imports torch."""
+    show = "import os; print(len(os.sched_getaffinity(0)), 'cores')"
+    launch = [str(BIN / "hvdtrain"), "launch", "-n", "2", "--launcher", "torchrun", "--"]
+    outcome = run([*launch, sys.executable, "-c", show], OMP_PROC_BIND="true")
+    cores = len(os.sched_getaffinity(0))
+    assert outcome.out.count(f"{cores} cores\n") == 2, outcome.out + outcome.err
+
+
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     """Two classes of eight small JPEGs, one grey and one CMYK among them; a name in Latin-1."""

@@ -31,6 +31,7 @@ import psutil
 from typing_extensions import override
 
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
+from hvdtrain.system.machine.threads import own_cpus
 from hvdtrain.system.runtime.outlive import STOP_SIGNALS
 from hvdtrain.system.runtime.spawn import exit_code, say, signal_of
 
@@ -120,6 +121,7 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     parsed = parse_args(list(arguments))
     if hasattr(parsed, "signals_to_handle"):  # otherwise TERM kills the ranks, as under torchrun
         parsed.signals_to_handle = "SIGQUIT"
+    os.sched_setaffinity(0, own_cpus())  # OpenMP may have bound this thread, and so the ranks
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(parsed.nproc_per_node))))
     try:
