@@ -214,6 +214,7 @@ class Communication(ModelSums):
         self._counted = {"count": 0, "bytes": 0}
         self._running = False  # a backward pass runs
         self._summed = False  # gradients of the current part
+        self._unsummed = False  # gradients of passes within `no_sync`
         # Gradients after the last backward pass, by the ids of their parameters.
         self._known: dict[int, weakref.ref[Any]] = {}
         for unit in model.modules():
@@ -230,6 +231,7 @@ class Communication(ModelSums):
             yield
         finally:
             self.model.set_requires_gradient_sync(True)
+            self._unsummed = True
 
     def all_gather(
         self, whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool
@@ -263,7 +265,7 @@ class Communication(ModelSums):
         return {id(p): p.grad for p in self.model.parameters() if p.grad is not None}
 
     def _end_pass(self) -> None:
-        self._running, self._summed = False, True
+        self._running, self._summed, self._unsummed = False, True, False
         self._known = {key: weakref.ref(grad) for key, grad in self._gradients().items()}
 
     def begin(self) -> None:
@@ -284,6 +286,11 @@ class Communication(ModelSums):
             raise UsageError(
                 "no backward pass was made on a stand-in (`part.count` is 0): with --strategy fsdp "
                 "every rank must make each pass"
+            )
+        if self._unsummed:
+            raise UsageError(
+                "--strategy fsdp sums the gradients of passes within no_sync() with those of the next "
+                "pass: make the last one before step() outside of it"
             )
         self.messages, self._counted = self._counted, {"count": 0, "bytes": 0}
         sent = torch.empty(SIGNALS, device=self.adapter.device)

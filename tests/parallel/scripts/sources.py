@@ -249,7 +249,6 @@ UNSUPPORTED = {
         without_samples_of_some,
         bypassing_in_part,
         assigned_in_a_closure,
-        summed_locally,
     }
 }
 
@@ -258,6 +257,8 @@ def refusal(name: str, step: Step) -> str:
     """Return what the strategy says of a case that it refuses."""
     if strategy == "fsdp" and step is by_autograd:
         return "cannot sum gradients that were assigned"
+    if strategy == "fsdp" and step is summed_locally:
+        return "make the last one before step() outside"
     if strategy == "zero" and step in (in_a_closure, assigned_in_a_closure):
         return "takes no closure"
     return ""
@@ -271,7 +272,7 @@ if __name__ == "__main__":
         if step in UNSUPPORTED.get(strategy, ()):
             continue
         if name == "reentrant" and strategy in ("ddp", "zero"):
-            continue  # refused: see test_checkpoints_under_ddp
+            continue  # refused: see optimizers.py
         expected = MODELS[name]()
         plain = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
         parts = Shards(SAMPLES, BATCH, seed=3)
