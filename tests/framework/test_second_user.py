@@ -214,7 +214,7 @@ def test_nothing_is_executed_that_others_may_exchange(
         assert user.returncode == EXIT_USAGE and reason in output and "set TMPDIR to" in output
         return
     assert user.returncode == EXIT_OK, output
-    (made,) = directory.glob("torchinductor_*") if script == COMPILE else directory.glob("hvdtrain-0123")
+    (made,) = directory.glob("torchinductor_*" if script == COMPILE else "hvdtrain-0123")
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
     if script == COMPILE:  # as an older version has made it, which would have executed its content
         made.chmod(0o775)

@@ -289,8 +289,8 @@ class Communication(ModelSums):
             )
         if self._unsummed:
             raise UsageError(
-                "--strategy fsdp sums the gradients of passes within no_sync() with those of the next "
-                "pass: make the last one before step() outside of it"
+                "--strategy fsdp sums the gradients of passes within no_sync() with those of the "
+                "next pass: make the last one before step() outside of it"
             )
         self.messages, self._counted = self._counted, {"count": 0, "bytes": 0}
         sent = torch.empty(SIGNALS, device=self.adapter.device)
