@@ -139,6 +139,7 @@ class ModelSums:
     adapter: DdpAdapter
     blocked_seconds = 0.0
     messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
+    _unread: tuple[torch.Tensor, Any] | None = None  # a copy of signals, and the event of its end
 
     @contextmanager
     def blocked(self, call: str) -> Iterator[None]:
@@ -147,6 +148,20 @@ class ModelSums:
         with self.adapter.waits.during(call):
             yield
         self.blocked_seconds += time.perf_counter() - started
+
+    def check(self, signals: torch.Tensor) -> bool:
+        """``check`` the signals: on a GPU those of the sum before.
+
+        Reading these would make the host wait for the GPU in each pass.
+        """
+        if signals.device.type == accelerator.CPU:
+            return check(signals)
+        unread, self._unread = self._unread, accelerator.copy_to_host(signals)
+        if unread is None:
+            return False
+        copy, event = unread
+        event.synchronize()
+        return check(copy)
 
     @property
     def flags(self) -> Flags:
@@ -330,7 +345,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
             for number, (work, future, message, kind) in enumerate(sums):
                 work.wait()
                 if not number:
-                    check(message)
+                    self.check(message)
                 future.set_result(message.to(kind))
         sizes = [message.numel() * message.element_size() for _, _, message, _ in sums[1:]]
         self.messages = {"count": len(sizes), "bytes": sum(sizes)}

@@ -297,7 +297,7 @@ class Communication(ModelSums):
         fill(sent, self.adapter.flags, self.adapter.parts_begun % STEP, late=assigned)
         with self.blocked(SUM):
             dist.all_reduce(sent)
-        if check(sent):
+        if check(sent) if assigned else self.check(sent):
             raise on_all_ranks(
                 UsageError(
                     "--strategy fsdp cannot sum gradients that were assigned to .grad: change "

@@ -63,6 +63,14 @@ def synchronize() -> None:
         module(device_type).synchronize()
 
 
+def copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Start copying a tensor of an accelerator; return the copy, and the event of its end."""
+    copy = tensor.to(CPU, non_blocking=True)
+    event = module(tensor.device.type).Event()
+    event.record()
+    return copy, event
+
+
 def seed(number: int) -> None:
     """Seed the generators of all visible accelerators."""
     device_type = kind()
