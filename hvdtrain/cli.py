@@ -127,13 +127,16 @@ def overview() -> CommandParser:
 def _completion(shell: str) -> int:
     """Print the completion script for ``shell``."""
     try:
+        from hvdtrain.commands.submit.site import EXAMPLES
         from hvdtrain.completion import completion
     except ImportError:
         return _complain("--completion needs shtab: pip install shtab")
     parser = overview()
     verbs = parser.add_subparsers()
     for name, summary in VERBS.items():
-        parser_of(name, partial(verbs.add_parser, name, help=summary))
+        verb = parser_of(name, partial(verbs.add_parser, name, help=summary))
+        if site := verb.action_of("--site"):
+            site.choices = list(EXAMPLES)  # or a file: the shell completes it if none of these fits
     print(completion(shell, parser))
     return EXIT_OK
 

@@ -121,6 +121,7 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ti", "timeline"),
         ("comp", "compare"),
         ("verify --fram", "--framework"),
+        ("submit --site po", "polaris"),
         ("launch -n 2 -- python -m hvdtrain.r", "hvdtrain.resnet"),
         ("launch -n 2 -- python -m hvdtrain.mnist --framework t", "tensorflow"),
         ("scaling --ranks 1,2 -- python -m hvdtrain.train own.py --acc", "--accumulate-steps"),

@@ -31,7 +31,7 @@ from hvdtrain.system.files import is_file
 from hvdtrain.system.runtime.walltime import parse_clock, show_clock
 from hvdtrain.system.settings import read_settings
 
-EXAMPLES = Path(__file__).parent / "sites"
+EXAMPLES = {path.stem: path for path in sorted((Path(__file__).parent / "sites").glob("*.yaml"))}
 Number = Annotated[int, msgspec.Meta(ge=1)]
 
 _NODES = re.compile(r"(\d+)(?:-(\d*))?")
@@ -79,11 +79,10 @@ def load_site(name: str | None, environ: Mapping[str, str]) -> Site:
         home = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")) / ".config"
         path = Path(home) / "hvdtrain" / "site.yaml"
         return read_site(path) if is_file(path, str(path)) else Site()
-    examples = {path.stem: path for path in sorted(EXAMPLES.glob("*.yaml"))}
-    if name in examples:
-        return read_site(examples[name])
+    if name in EXAMPLES:
+        return read_site(EXAMPLES[name])
     if not is_file(Path(name), f"--site {name}"):
-        names = ", ".join(examples)
+        names = ", ".join(EXAMPLES)
         raise UsageError(f"--site {name}: no such file or example (examples: {names})")
     return read_site(Path(name))
 

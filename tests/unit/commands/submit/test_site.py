@@ -13,7 +13,7 @@ from tests.unit.commands.submit.pbs_reader import job_with
 
 
 def test_the_examples() -> None:
-    names = {path.stem for path in EXAMPLES.glob("*.yaml")}
+    names = set(EXAMPLES)
     assert names == {"aurora", "pbs", "perlmutter", "polaris"}
     for name in names:
         assert load_site(name, {}).scheduler in ("pbs", "slurm")
