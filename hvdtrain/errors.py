@@ -19,7 +19,7 @@ EXIT_USAGE = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 EXIT_INTERRUPTED = 130
 
-LONGEST = 2000  # characters of a message; what to do is at its end
+MAX_LENGTH = 2000  # characters of a message; what to do is at its end
 
 
 def escaped(text: str, keep: str = "") -> str:
@@ -37,7 +37,9 @@ class HvdtrainError(Exception):
         """Return the message in one line: names and values in it may be those of any file."""
         line = escaped(super().__str__())
         return (
-            line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+            line
+            if len(line) <= MAX_LENGTH
+            else f"{line[: MAX_LENGTH // 2]} ... {line[-MAX_LENGTH // 2 :]}"
         )
 
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 BLOCK = 32_768  # points per block: their coordinates stay in the second-level cache
 PIECE = 1024 * BLOCK  # points between two progress updates: a tenth of a second
 NAIVE_PIECE = 2**18  # the same for the scalar loop
-MOST = 2**63 - 1  # points; their sum is an int64
+MAX_POINTS = 2**63 - 1  # points; their sum is an int64
 SIDE = 2**16  # points are centers of SIDE x SIDE cells
 
 EXAMPLE = """\
@@ -129,7 +129,7 @@ def estimate(communicator: Any, samples: int, seed: int, *, naive: bool = False)
 def points(value: str) -> int:
     """Read a number of samples."""
     number = positive(value)
-    if number > MOST:
+    if number > MAX_POINTS:
         raise ValueError(f"{value} is larger than 2^63 - 1, the most that the ranks can add up")
     return number
 

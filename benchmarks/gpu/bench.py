@@ -22,7 +22,7 @@ from hvdtrain.system.runtime.command import Command, run
 from tests.conftest import BIN, ROOT
 
 SCRIPTS = ROOT / "benchmarks" / "scripts"
-MOST = 3  # rounds
+MAX_ROUNDS = 3  # rounds
 RATE, MEMORY = "images_per_second", "peak_memory_bytes"  # what the loops by hand print
 SYNTHETIC, REAL = "synthetic", "JPEGs"
 # Where the CPU computes, which tells nothing but that all runs, not on cores that others use.
@@ -184,7 +184,7 @@ def measure(
     line_up = [candidate for candidate in everything if not only or candidate.loop in only]
     seconds: dict[Candidate, float] = {}
     failed: set[Candidate] = set()
-    for turn in range(MOST if on_gpu() else 1):
+    for turn in range(MAX_ROUNDS if on_gpu() else 1):
         for candidate in line_up if turn % 2 == 0 else line_up[::-1]:
             began = time.monotonic()
             if candidate in failed or began + seconds.get(candidate, 30.0) > end:

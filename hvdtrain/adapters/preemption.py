@@ -20,7 +20,7 @@ from hvdtrain.errors import EXIT_PREEMPTED
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.system.runtime.detect import detect, is_restarted
 from hvdtrain.system.runtime.exit import (
-    WAIT_FAILURE,
+    FAILURE_TIMEOUT,
     announce,
     claim_error_output,
     leave,
@@ -86,7 +86,7 @@ def leave_on_signal(directory: Path | None, *, resumes: bool) -> None:
         if detect(os.environ).is_root:
             announce(f"{name}: {text}", mpirun_ends=name in ENDING)
         elif not process_status.disconnect:  # once MPI has started, it aborts if a rank remains
-            time.sleep(WAIT_FAILURE)
+            time.sleep(FAILURE_TIMEOUT)
         leave(EXIT_PREEMPTED if newest else 128 + signal.Signals[name])
 
     on_stop_signal(end)
@@ -102,7 +102,7 @@ def _leave_without_checkpoint(number: int, _: FrameType | None) -> None:
         claim_error_output()
         announce(f"{signal.Signals(number).name}: stopped; {NOTHING_SAVED}", mpirun_ends=True)
         leave(128 + number)
-    timer = threading.Timer(WAIT_FAILURE, leave, [128 + number])
+    timer = threading.Timer(FAILURE_TIMEOUT, leave, [128 + number])
     timer.daemon = True
     timer.start()
 

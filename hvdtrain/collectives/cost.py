@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_SHARE = 1e-4  # minimum share of a time for a latency or a transfer to be significant
+MIN_SHARE = 1e-4  # minimum share of a time for a latency or a transfer to be significant
 
 
 def ring_hops(ranks: int) -> int:
@@ -54,7 +54,7 @@ def fit(times: Sequence[tuple[int, float]]) -> Link:
     scaled = [[rate / largest[0], sent / largest[1]] for rate, sent in rows]
     shares = _non_negative_shares(scaled)
     # A ten-thousandth of every time is not significant.
-    latency, transfer = (share if share > LEAST_SHARE else 0.0 for share in shares)
+    latency, transfer = (share if share > MIN_SHARE else 0.0 for share in shares)
     return Link(latency / largest[0], transfer / largest[1])
 
 

@@ -30,7 +30,7 @@ from hvdtrain.system.machine.network import (
 from hvdtrain.system.runtime.detect import BY_HAND, SPAWN, TORCHRUN, LaunchInfo, detect
 
 OWN_RENDEZVOUS = (SPAWN, TORCHRUN, BY_HAND)  # launchers that provide a rendezvous
-GIVES_BACK = 0.05  # seconds
+RELEASE_SECONDS = 0.05  # seconds
 POLL = 0.05  # seconds between reads of the store
 Store = Any  # of torch.distributed, whose stores have no types
 FOREVER = timedelta(days=365)  # late ranks are waited for, lost ranks are detected
@@ -70,7 +70,7 @@ class TorchDistributed(Communicator):
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         # A thread of Gloo releases the tensors of the last call some time after it has returned; if
         # Python is already finalizing (before 3.13), that aborts the process.
-        atexit.register(time.sleep, GIVES_BACK)
+        atexit.register(time.sleep, RELEASE_SECONDS)
 
     @override
     def gather(self, data: bytes) -> list[bytes]:

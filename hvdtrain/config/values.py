@@ -16,8 +16,8 @@ def number(value: str | float) -> float:
         raise ValueError(f"{value!r} is not a number") from None
 
 
-MOST_DIGITS = 30  # of a count
-MOST_IN_BATCH = 2**31 - 1
+MAX_DIGITS = 30  # of a count
+MAX_IN_BATCH = 2**31 - 1
 
 
 def count(value: str | int | float) -> int:
@@ -31,11 +31,11 @@ def positive(value: str | int | float) -> int:
 
 
 def _whole(value: str | int | float, least: int) -> int:
-    if isinstance(value, str) and value.isdecimal() and len(value) <= MOST_DIGITS:
+    if isinstance(value, str) and value.isdecimal() and len(value) <= MAX_DIGITS:
         whole = int(value)  # exact, unlike a float
     else:
         real = number(value)
-        if real >= 10**MOST_DIGITS:
+        if real >= 10**MAX_DIGITS:
             raise ValueError(f"{value} is larger than any count")
         whole = int(real) if real.is_integer() else -1
     if whole < least:
@@ -45,8 +45,8 @@ def _whole(value: str | int | float, least: int) -> int:
 
 def batch(value: str | int | float) -> int:
     """Read the number of samples or passes in a batch."""
-    if positive(value) > MOST_IN_BATCH:
-        raise ValueError(f"{value} is more than {MOST_IN_BATCH:,}")
+    if positive(value) > MAX_IN_BATCH:
+        raise ValueError(f"{value} is more than {MAX_IN_BATCH:,}")
     return positive(value)
 
 

@@ -26,7 +26,7 @@ MIXED_VERSIONS = "mixed-versions"
 SHARED_GPU = "shared-gpu"
 
 PACKAGES = ("torch", "tensorflow", "keras", "horovod")
-FEW = 4  # maximum number of hosts named in a message
+MAX_HOSTS = 4  # maximum number of hosts named in a message
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,10 @@ def rank_names(ranks: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -
         by_host.setdefault(hosts[rank], []).append(rank)
     words = [
         f"{host} (rank{'s' if len(here) > 1 else ''} {spans(here)})"
-        for host, here in list(by_host.items())[:FEW]
+        for host, here in list(by_host.items())[:MAX_HOSTS]
     ]
-    if len(by_host) > FEW:
-        words.append(f"{len(by_host) - FEW} more hosts")
+    if len(by_host) > MAX_HOSTS:
+        words.append(f"{len(by_host) - MAX_HOSTS} more hosts")
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 

@@ -20,7 +20,7 @@ import msgspec
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_regular
 
-MOST = 2**20  # maximum bytes of a file; a summary is far smaller
+MAX_BYTES = 2**20  # maximum bytes of a file; a summary is far smaller
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # others are no measurement
 # Keys that are omitted if their value is None.
 MAY_LACK = ("joules_per_image", "steps_skipped", "saves")
@@ -187,7 +187,7 @@ class Summary:
             UsageError: naming the file, and a wrong key.
         """
         try:
-            return cls.from_json(json.loads(read_regular(path, MOST)), needed=needed)
+            return cls.from_json(json.loads(read_regular(path, MAX_BYTES)), needed=needed)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise UsageError(f"{path} is no summary of a training: {reason}") from error

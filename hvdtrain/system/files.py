@@ -21,7 +21,7 @@ from hvdtrain.system.folder import Folder
 
 log = logging.getLogger(__name__)
 
-MOST_READ = 2**28  # bytes: far more than tables, records and states of trainings have
+MAX_READ = 2**28  # bytes: far more than tables, records and states of trainings have
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that are solved by freeing space
 
 
@@ -147,7 +147,7 @@ def lock(folder: Folder, activity: str) -> Iterator[None]:
         yield
 
 
-def read_regular(path: Path, most: int = MOST_READ) -> bytes:
+def read_regular(path: Path, most: int = MAX_READ) -> bytes:
     """Read a whole file; unlike plain ``open``, never wait for a pipe or read a device.
 
     Raises:

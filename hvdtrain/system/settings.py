@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_regular
 
-MOST_BYTES = 2**14  # of a file: far more than needed, and read in less than a second
+MAX_BYTES = 2**14  # of a file: far more than needed, and read in less than a second
 DEEPEST = 8  # nested collections; more, and aliases, can take gigabytes or many seconds
 PLAIN = {
     "": None,
@@ -38,7 +38,7 @@ def read_settings(path: Path, example: str) -> list[Setting]:
     import yaml  # takes seconds on a cold disk, and most commands do not need it
 
     try:
-        text = read_regular(path, MOST_BYTES).decode()
+        text = read_regular(path, MAX_BYTES).decode()
         depth = 0
         for event in yaml.parse(text, yaml.BaseLoader):
             depth += isinstance(event, yaml.CollectionStartEvent)

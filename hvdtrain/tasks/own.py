@@ -21,7 +21,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.files import is_file
 from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 
-LONGEST = 500  # characters of an error message
+MAX_LENGTH = 500  # characters of an error message
 RECIPE = Recipe(
     batch_size=32,
     lr=LearningRates(sgd=0.01, adam=0.001, adamw=0.001, lars=1.0, lamb=0.002),
@@ -123,7 +123,7 @@ def _file_errors(path: Path) -> Iterator[None]:
         if isinstance(error, SyntaxError) and error.filename == file:
             lines.append(error.lineno)
         where = f"{path}, line {lines[-1]}" if lines else f"{path}"
-        message = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_LENGTH]
         raise UsageError(f"{where}: {message}") from error
 
 

@@ -247,7 +247,7 @@ def choose_precision(requested: str, *, prefers_bf16: bool, gpu: bool, has_bf16:
     return requested
 
 
-MOST_WORKERS = 8  # by default: each keeps batches in shared memory
+MAX_WORKERS = 8  # by default: each keeps batches in shared memory
 
 
 def choose_workers(requested: int | None, *, gpu: bool, cores: int) -> int:
@@ -257,4 +257,4 @@ def choose_workers(requested: int | None, *, gpu: bool, cores: int) -> int:
     """
     if requested is not None:
         return requested
-    return max(1, min(cores - 1, MOST_WORKERS)) if gpu else 1
+    return max(1, min(cores - 1, MAX_WORKERS)) if gpu else 1

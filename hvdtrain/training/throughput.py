@@ -26,7 +26,7 @@ from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.sharding import Batch
 from hvdtrain.steps.summary import StepSplit, Summary
 
-MOST = 2000  # number of steps per rank that are gathered: the last ones
+MAX_STEPS = 2000  # number of steps per rank that are gathered: the last ones
 
 
 def split(times: np.ndarray[Any, np.dtype[np.float64]]) -> StepSplit:
@@ -184,7 +184,7 @@ class Clock:
         """Return the split of the mean counted step; all ranks must call it."""
         steps = zip(self.seconds, self.data, self.blocked, strict=True)
         rows = list(itertools.compress(steps, self._counted()))
-        mine = np.array(rows[-MOST:], np.float64).reshape(-1, 3)
+        mine = np.array(rows[-MAX_STEPS:], np.float64).reshape(-1, 3)
         ranks = [np.frombuffer(row).reshape(-1, 3) for row in communicator.gather(mine.tobytes())]
         return split(np.stack(ranks)) if len(mine) else None
 

@@ -45,10 +45,10 @@ Figures = Mapping[str, Any]
 END_TIMEOUT = 30.0  # seconds for all trackers to end their runs
 SHORT_END_TIMEOUT = 2.0  # the same if the process may be killed; the longest wait without a message
 SERVER_TIMEOUT = 3.0  # seconds for the server of Weights & Biases to answer
-LONGEST_LINE = 300  # characters of an error
-LONGEST_NAME = 80  # characters; MLflow's names are those of files
-LONGEST_VALUE = 500  # characters; MLflow's limit in its oldest servers
-MOST_NAMES = 100  # parameters or tags in a request to MLflow
+MAX_LINE = 300  # characters of an error
+MAX_NAME = 80  # characters; MLflow's names are those of files
+MAX_VALUE = 500  # characters; MLflow's limit in its oldest servers
+MAX_NAMES = 100  # parameters or tags in a request to MLflow
 TRAINING = "training"  # MLflow's tag with the identity of the training
 
 
@@ -165,8 +165,8 @@ class MLflow(Tracker):
         tag, parameter = self._entities.RunTag, self._entities.Param
         tags = [tag(*item) for item in flat(facts.environment)]
         added = [parameter(*item) for item in flat(facts.parameters) if item[0] not in known]
-        for start in range(0, max(len(tags), len(added)), MOST_NAMES):
-            end = start + MOST_NAMES
+        for start in range(0, max(len(tags), len(added)), MAX_NAMES):
+            end = start + MAX_NAMES
             self._client.log_batch(run, params=added[start:end], tags=tags[start:end])
         self.note = f"mlflow: run {run} in {without_password(where)}"
 
@@ -270,7 +270,7 @@ def is_local(address: str) -> bool:
 
 def plain_name(name: str) -> str:
     """Return a name of a user's metric, option or file as all trackers accept it."""
-    return re.sub(r"[^\w.\- ]|^\.+$", "_", name)[:LONGEST_NAME]
+    return re.sub(r"[^\w.\- ]|^\.+$", "_", name)[:MAX_NAME]
 
 
 def without_password(text: str) -> str:
@@ -285,7 +285,7 @@ def flat(values: Figures, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from flat(value, f"{prefix}{name}.")
         elif value is not None:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield plain_name(f"{prefix}{name}"), text[:LONGEST_VALUE]
+            yield plain_name(f"{prefix}{name}"), text[:MAX_VALUE]
 
 
 def points(kind: str, figures: Figures) -> dict[str, float]:
@@ -373,7 +373,7 @@ class Trackers:
         except (Exception, SystemExit) as error:
             self._trackers.pop(name, None)
             message = without_password(" ".join(str(error).split()))
-            problem = f"{type(error).__name__}: {message}"[:LONGEST_LINE]
+            problem = f"{type(error).__name__}: {message}"[:MAX_LINE]
             log.warning("--tracker %s: %s; the run continues without it", name, problem)
 
     def write(self, kind: str, figures: Figures) -> None:

@@ -16,7 +16,7 @@ import time
 
 PORTS = ("port1", "port2")
 ALL = 3  # ETH_P_ALL
-LARGEST = 1 << 16  # bytes of a frame
+MAX_BYTES = 1 << 16  # bytes of a frame
 
 
 def relay(delay: float, loss: float) -> None:
@@ -35,7 +35,7 @@ def relay(delay: float, loss: float) -> None:
     while True:
         wait = max(0.0, kept[0][0] - time.monotonic()) if kept else None
         for port in select.select(ports, (), (), wait)[0]:
-            frame, source = port.recvfrom(LARGEST)
+            frame, source = port.recvfrom(MAX_BYTES)
             if source[2] != socket.PACKET_OUTGOING and chance.random() >= loss:
                 due = time.monotonic() + delay
                 heapq.heappush(kept, (due, next(numbers), others[port], frame))

@@ -49,7 +49,7 @@ CHOICES = {
 # Maximum ratio of the last third to the first, of the run without faults; the best checkpoint may
 # come to be none of the recent ones.
 GROWTH = {"MiB resident": 1.05, "descriptors": 1.0, "threads": 1.0, "files saved": 1.4}
-MOST_SAVED = 6  # entries: three recent checkpoints, the best, a partial one and the lock
+MAX_SAVED = 6  # entries: three recent checkpoints, the best, a partial one and the lock
 
 
 class Soak:
@@ -118,7 +118,7 @@ class Soak:
         killed = {"locks", "partial checkpoints"} if "locks" in left else set()
         assert left.keys() <= {*fault.leaves, *killed}, f"{name}: {left}"
         entries = len(list(job.checkpoints.iterdir()))
-        assert entries <= MOST_SAVED, f"{name}: {entries} entries in {job.checkpoints}"
+        assert entries <= MAX_SAVED, f"{name}: {entries} entries in {job.checkpoints}"
         assert job.newest >= saved or fault.lost, f"{name}: {saved}, then {job.newest}"
         check_saved(outcome, job)
         self.survived[name] += 1

@@ -303,7 +303,7 @@ def test_large_batches_are_decoded_in_parts(
     images: ImageFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = batches(dali_folder(images, centre_view, OPTIONS), None)
-    monkeypatch.setattr(dali_decoder, "MOST_ON_CPU", 200_000)  # pixels: one image has more
+    monkeypatch.setattr(dali_decoder, "MAX_ON_CPU", 200_000)  # pixels: one image has more
     for folder in FOLDERS:
         data = folder(images, centre_view, OPTIONS)
         for _ in range(2):

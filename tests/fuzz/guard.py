@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import LONGEST, HvdtrainError
+from hvdtrain.errors import MAX_LENGTH, HvdtrainError
 from tests.fuzz.targets import Target
 
 SECONDS = 2.0  # maximum time of this process, not of a busy machine
@@ -135,8 +135,14 @@ def check(target: Target, data: bytes, folder: Path) -> Exception | None:
             raise BrokenPromiseError(f"it ends the process with {error.code}") from error
         except HvdtrainError as error:
             refusal, line = error, str(error)
-            if len(line.splitlines()) != 1 or not line.isprintable() or len(line) > 1.1 * LONGEST:
-                raise BrokenPromiseError(f"not one printable line: {line[:LONGEST]!r}") from error
+            if (
+                len(line.splitlines()) != 1
+                or not line.isprintable()
+                or len(line) > 1.1 * MAX_LENGTH
+            ):
+                raise BrokenPromiseError(
+                    f"not one printable line: {line[:MAX_LENGTH]!r}"
+                ) from error
         except Exception as error:
             if _audit.forbidden:  # a library raised another error from it
                 raise BrokenPromiseError(_audit.forbidden[0]) from error

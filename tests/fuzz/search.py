@@ -30,7 +30,7 @@ with atheris.instrument_imports(MODULES) if atheris else contextlib.nullcontext(
     from tests.fuzz.targets import TARGETS, Target
 
 MEMORY = 8 * 2**30  # address space
-LONGEST = 2**15  # bytes of an input
+MAX_BYTES = 2**15  # bytes of an input
 SHRINKING = 20  # seconds to try smaller inputs for each finding
 HANG = 150  # seconds of an input after which libFuzzer ends the process
 
@@ -122,7 +122,7 @@ def main(name: str, seconds: str, seed: str, out: str) -> None:
         return mutate(data or random.choice(seeds), random)[:size]
 
     if atheris:
-        options = [f"-seed={seed}", f"-max_len={LONGEST}", f"-timeout={HANG}", "-verbosity=0"]
+        options = [f"-seed={seed}", f"-max_len={MAX_BYTES}", f"-timeout={HANG}", "-verbosity=0"]
         options += ["-rss_limit_mb=0", f"-artifact_prefix={out}/"]
         arguments = [sys.argv[0], *options, str(corpus)]
         atheris.Setup(arguments, search.take, custom_mutator=mutated)

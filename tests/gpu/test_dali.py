@@ -70,7 +70,7 @@ def test_large_batches_are_decoded_in_parts(
 ) -> None:
     images = image_folder.load(imagenette)[0]
     whole = pixels(GpuFolder(images, centre_view, options()), None, 32)
-    for limit in ("MOST_ON_CPU", "MOST_ON_GPU"):
+    for limit in ("MAX_ON_CPU", "MAX_ON_GPU"):
         monkeypatch.setattr(dali_decoder, limit, 200_000)
     assert torch.equal(pixels(GpuFolder(images, centre_view, options()), None, 32), whole)
 

@@ -26,8 +26,8 @@ Result = TypeVar("Result")
 
 SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)  # bytes
 SECONDS = 0.1  # per size, collective and back end
-FEWEST, MOST = 5, 200  # repeats
-LONGEST = 5.0  # maximum seconds of the fewest repeats: on loaded cores 64 MiB take long
+MIN_REPEATS, MAX_REPEATS = 5, 200  # repeats
+MAX_SECONDS = 5.0  # maximum seconds of the fewest repeats: on loaded cores 64 MiB take long
 WARM_UP = 2
 ELEMENT = 4  # bytes of a float32
 # Timeout of torch.distributed for rendezvous and collectives: on two loaded cores a rank was late
@@ -157,9 +157,9 @@ def repeats_for(seconds: float, budget: float) -> int:
         budget: seconds for all repeats, unless these would be too few.
     """
     if seconds <= 0:
-        return MOST
-    fewest = max(1, min(FEWEST, int(LONGEST / seconds)))
-    return max(fewest, min(MOST, int(budget / seconds)))
+        return MAX_REPEATS
+    fewest = max(1, min(MIN_REPEATS, int(MAX_SECONDS / seconds)))
+    return max(fewest, min(MAX_REPEATS, int(budget / seconds)))
 
 
 def measure(

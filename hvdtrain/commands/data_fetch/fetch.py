@@ -48,7 +48,7 @@ DAMAGED = (
 CHUNK = 2**20  # bytes
 TIMEOUT = 30.0  # seconds without data, after which a connection is considered lost
 TRIES = 8  # number of consecutive attempts without data before giving up: four minutes
-LONGEST_PAUSE = 60.0  # maximum seconds between two attempts
+MAX_PAUSE = 60.0  # maximum seconds between two attempts
 # Temporary HTTP errors, in addition to those from 500 on.
 BUSY = (http.client.REQUEST_TIMEOUT, http.client.TOO_MANY_REQUESTS)
 
@@ -209,7 +209,7 @@ class Fetch:
                 )
             if failures:
                 display.stage(f"{part.stem}: {reason}; retrying")
-                time.sleep(min(2.0**failures, LONGEST_PAUSE))
+                time.sleep(min(2.0**failures, MAX_PAUSE))
 
     def _chunks(self, url: str, start: int, size: int) -> Iterator[bytes]:
         """Yield the file from byte ``start`` on, as it is received.

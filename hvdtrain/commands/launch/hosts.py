@@ -19,15 +19,15 @@ from hvdtrain.system.output.text import plural
 
 BATCH_SYSTEMS = ("PBS", "Slurm")
 SLOTS = "give each host its slots, e.g. --hosts node1:2,node2:2"
-MOST_PER_CORE = 32  # ranks on this machine; one that imports PyTorch takes 200 MB
+MAX_PER_CORE = 32  # ranks on this machine; one that imports PyTorch takes 200 MB
 SHOWN = 200  # characters of an invalid value
 
 OPTIONS = {"slots", "max_slots", "max-slots"}  # of a host in a file
 IPV6 = re.compile(r"::|(?:[0-9a-fA-F]+:){3}")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
-LONGEST_NAME = 255  # characters, as in the DNS
+MAX_NAME = 255  # characters, as in the DNS
 # mpirun would read a name that starts with a dash as an option.
-_NAME = re.compile(rf"[A-Za-z0-9_][\w.-]{{0,{LONGEST_NAME - 1}}}", re.ASCII)
+_NAME = re.compile(rf"[A-Za-z0-9_][\w.-]{{0,{MAX_NAME - 1}}}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -237,9 +237,9 @@ def lay_out(ranks: int, allocation: Allocation, ppn: int | None = None) -> RankL
                 f"-n {ranks} --ppn {ppn}: only this machine is available outside an allocation; "
                 "specify other hosts by --hosts or --hostfile"
             )
-        if ranks > (most := MOST_PER_CORE * physical_cores()):
+        if ranks > (most := MAX_PER_CORE * physical_cores()):
             raise UsageError(
-                f"-n {ranks}: more than {most}, {MOST_PER_CORE} per core of this machine, may fill "
+                f"-n {ranks}: more than {most}, {MAX_PER_CORE} per core of this machine, may fill "
                 f"its memory; if that is intended, use --hosts localhost:{ranks}"
             )
         return RankLayout(ranks)

@@ -32,7 +32,7 @@ HOST = re.compile(rb"Remote daemon: .* on node (\S+)|Remote host: +(\S+)")
 UNRESOLVED = re.compile(rb"Could not resolve hostname ([^\s:]+)")  # ssh's message
 NOTICE = 1000  # bytes of its message, enough for the host
 UNRELIABLE = (EXIT_OK, 255)  # exit codes of mpirun then
-LONGEST_MARK = 16  # bytes
+MAX_MARK = 16  # bytes
 # Exit codes of ranks without a handler for a signal.
 UNHANDLED = tuple(128 + number for number in STOP_SIGNALS)
 
@@ -61,7 +61,7 @@ class JobOutcome:
     @property
     def mark(self) -> int | None:
         """The exit code that rank 0 has left so far (``exit.leave_mark``); None: none."""
-        content = os.pread(self._mark, LONGEST_MARK, 0).strip()
+        content = os.pread(self._mark, MAX_MARK, 0).strip()
         return int(content) if content.isdigit() else None
 
     def read(self, stream: int, data: bytes) -> None:

@@ -37,7 +37,7 @@ REASON = re.compile(
     rb"|Traceback \(most recent call last\)|[\w.-]+: error: "
     rb"|python[\d.]*: (?:can't open file|No module named)"
 )
-LONGEST_BLOCK = 4096  # bytes of a block
+MAX_BLOCK = 4096  # bytes of a block
 
 
 def split_endings(text: bytes) -> tuple[bytes, bytes]:
@@ -52,7 +52,7 @@ def cut_block(text: bytes) -> tuple[bytes, bytes]:
     complete = text.count(RULE) % 2 == 0
     end = text.rfind(b"\n") + 1 if complete else text.rfind(RULE)
     block = text[end:]
-    if (complete and not RULE.startswith(block)) or len(block) > LONGEST_BLOCK:
+    if (complete and not RULE.startswith(block)) or len(block) > MAX_BLOCK:
         return text, b""
     return text[:end], block
 

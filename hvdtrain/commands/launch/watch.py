@@ -48,7 +48,7 @@ FORWARDED = b"hvdtrain: SIGUSR1: "
 CHUNK = 65_536  # bytes
 REPORT_AFTER = 2.0  # seconds for the ranks to stop before the wait is reported
 POLL = 0.2  # seconds between two checks of the time and of signals
-MOMENT = 0.2  # seconds for mpirun to write the rest of a block between two rules
+BLOCK_TIMEOUT = 0.2  # seconds for mpirun to write the rest of a block between two rules
 GRACE = 30.0  # seconds after TERM or HUP, the longest that batch systems wait before they kill
 DRAIN = 5.0  # seconds for the output to be closed after the end of the launcher
 
@@ -195,7 +195,7 @@ class WatchedLauncher:
         ranks = RankOutput(self.dialect)
         block = b""
         while True:
-            if block and not select.select([source], [], [], MOMENT)[0]:
+            if block and not select.select([source], [], [], BLOCK_TIMEOUT)[0]:
                 text, block = block, b""
             elif data := os.read(source.fileno(), CHUNK):
                 if holds_output(data):

@@ -13,19 +13,19 @@ from hvdtrain.commands.study.curves import Record, TrainingCurves
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.text import plural, short
 
-MOST = 6  # runs in one plot
+MAX_RUNS = 6  # runs in one plot
 MARKERS = 12  # markers per line, about
 SMOOTH = 40  # number of points above which a loss is smoothed
 SIZE = 5.2, 3.2  # inches
 ROW = 0.2  # height of a row of the legend, inches
 FULL = 0.95  # maximum width of a legend, as a fraction of the figure
-LONG = 60  # maximum characters of a label
+MAX_LABEL = 60  # maximum characters of a label
 LOSS = "step_loss"  # training loss since the previous record, not since the start of the epoch
 
 
 def first(runs: Sequence[TrainingCurves]) -> list[TrainingCurves]:
-    """Return the runs for one plot, at most ``MOST``: first repeats before later ones."""
-    return sorted(runs, key=lambda run: _ranks_and_repeat(run.path)[::-1])[:MOST]
+    """Return the runs for one plot, at most ``MAX_RUNS``: first repeats before later ones."""
+    return sorted(runs, key=lambda run: _ranks_and_repeat(run.path)[::-1])[:MAX_RUNS]
 
 
 def _ranks_and_repeat(path: Path) -> tuple[int, int]:
@@ -92,14 +92,16 @@ def names(paths: Sequence[Path], methods: Mapping[Path, str] | None = None) -> l
     if methods and all(path in methods for path in paths):
         several = any(repeat > 1 for _, repeat in numbers)
         return [
-            short(methods[path], LONG) + f", run {repeat}" * several
+            short(methods[path], MAX_LABEL) + f", run {repeat}" * several
             for path, (_, repeat) in zip(paths, numbers, strict=True)
         ]
     if all(ranks for ranks, _ in numbers):
         return [f"{plural(ranks, 'rank')}, run {repeat}" for ranks, repeat in numbers]
     stems = [path.stem for path in paths]
     ambiguous = len(set(stems)) < len(stems)
-    labels = [short(str(path.with_suffix("")) if ambiguous else path.stem, LONG) for path in paths]
+    labels = [
+        short(str(path.with_suffix("")) if ambiguous else path.stem, MAX_LABEL) for path in paths
+    ]
     # matplotlib omits lines from the legend whose labels start with an underscore.
     return [f"./{label}" if label.startswith("_") else label for label in labels]
 
@@ -152,7 +154,7 @@ def _style(number: int, index: int) -> dict[str, object]:
 def _legend(figure: Any, axes: Any) -> None:
     """Place the legend below the plot, and enlarge the figure by its height."""
     labels = [line.get_label() for line in axes.get_lines()]
-    columns = 1 if max(map(len, labels)) > LONG / 2 else 2
+    columns = 1 if max(map(len, labels)) > MAX_LABEL / 2 else 2
     figure.set_figheight(SIZE[1] + ROW * -(-len(labels) // columns))
     legend = figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
     for text in legend.get_texts():

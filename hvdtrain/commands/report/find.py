@@ -28,10 +28,10 @@ from hvdtrain.commands.timeline.verdict import analyse
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.steps.checkpoint import PREFIX
 from hvdtrain.steps.checkpoint_files import STATE_FILE
-from hvdtrain.steps.summary import MOST, Summary
+from hvdtrain.steps.summary import MAX_BYTES, Summary
 from hvdtrain.system.files import read_regular
 
-PICTURES, FEW = "pictures", 24  # their folder; maximum number shown
+PICTURES, MAX_PICTURES = "pictures", 24  # their folder; maximum number shown
 DEEPEST = 3  # maximum depth of subdirectories
 SUMMARY_KEYS = {"workload", "world_size", "steps_completed", "images_per_second_mean"}
 
@@ -88,7 +88,7 @@ def look(folder: Path) -> DirectoryResults:
             continue
         try:
             if is_picture:
-                contents.pictures = [*contents.pictures, relative][:FEW]
+                contents.pictures = [*contents.pictures, relative][:MAX_PICTURES]
             elif path.name == STATE_FILE and path.parent.name.startswith(PREFIX):
                 contents.checkpoints[relative.parent] = _checkpoint(path)
             elif path.suffix == ".jsonl" and path.name != LINES:
@@ -145,7 +145,7 @@ def _json(path: Path, relative: Path, contents: DirectoryResults) -> None:
         facts, _ = analyse(path)
         if facts.file.events:
             contents.timelines[relative] = facts
-    elif start.startswith(b"{") and not gzipped and path.stat().st_size < MOST:
+    elif start.startswith(b"{") and not gzipped and path.stat().st_size < MAX_BYTES:
         content = json.loads(path.read_bytes())
         if content.keys() >= SUMMARY_KEYS:
             contents.summaries[relative] = Summary.from_json(content, needed=["world_size"])

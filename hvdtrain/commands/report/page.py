@@ -26,7 +26,7 @@ from hvdtrain.system.output.text import duration, number, printable, size
 
 TEMPLATE = Path(__file__).with_name("report.html")
 SECONDS = ("stopped", "waited", "cost", "longest")  # of ``Saves``
-FEW = 3  # maximum number of runs with separate sections
+MAX_SECTIONS = 3  # maximum number of runs with separate sections
 
 Rows = list[tuple[str, str]]
 
@@ -35,8 +35,8 @@ def render(contents: DirectoryResults) -> str:
     """Return the HTML of the page."""
     folder, summaries, trials = contents.folder, contents.summaries, contents.comparison
     shown = curve_plot.first(contents.curves)
-    few, count = len(summaries) <= FEW, len(contents.curves)
-    unit, most = unit_of(summaries.values()), curve_plot.MOST
+    few, count = len(summaries) <= MAX_SECTIONS, len(contents.curves)
+    unit, most = unit_of(summaries.values()), curve_plot.MAX_RUNS
     return page.render(
         TEMPLATE,
         title=_title(contents),
@@ -93,7 +93,7 @@ def _methods(contents: DirectoryResults) -> dict[Path, str]:
 def _runs(contents: DirectoryResults) -> list[dict[str, object]]:
     """Return the sections of runs: from their summaries, or from their curves without these."""
     summaries, all_curves = contents.summaries, contents.curves
-    if not summaries and not contents.study and len(all_curves) <= FEW:
+    if not summaries and not contents.study and len(all_curves) <= MAX_SECTIONS:
         labels = curve_plot.names([curves.path for curves in all_curves], _methods(contents))
         return [
             {"name": label, "tiles": [_evaluation(None, curves)], "tables": []}

@@ -44,21 +44,21 @@ from hvdtrain.system.files import read_regular
 
 BACKWARD = 2 / 3  # of the compute time
 RANKS = tuple(2**power for power in range(4, 13))  # 16 ... 4096: predicted by default
-LEAST_LIMIT = 0.05  # fraction of a step: a smaller cost is not a limit
+MIN_LIMIT = 0.05  # fraction of a step: a smaller cost is not a limit
 LOW, HIGH = 2.5, 97.5  # percentiles of a 95 % range
 
 TOLERANCE = 1e-5  # relative, of a fit
 DRAWN, SAMPLES = 10_000, 200  # parameters drawn for the ranges, and how many are kept at most
-LEAST_SAMPLES = 50  # with fewer a range would be too narrow
+MIN_SAMPLES = 50  # with fewer a range would be too narrow
 AT_BOUND = 1e-2  # of its scale: a smaller parameter is at its bound
 SEED = 20250601  # the same points give the same answer
 MIN_SIZES = 3  # numbers of ranks that a fit needs
 
 # Relative standard errors.
 UNKNOWN_ERROR = 0.03  # of a point that was measured once
-LEAST_ERROR = 0.01  # of the model itself, at least
+MIN_ERROR = 0.01  # of the model itself, at least
 PART_ERROR = 0.03  # of a part of a step, at least: the last rank to arrive is an estimate
-LEAST_PART = 1e-3  # of a step: smaller parts cannot be measured
+MIN_PART = 1e-3  # of a step: smaller parts cannot be measured
 TABLE_ERROR = 0.2  # latency plus bytes over bandwidth is a crude model of an allreduce
 
 # Scales of the parameters: seconds in units of the longest step, and fractions.
@@ -179,7 +179,7 @@ class Prediction:
 
     ``limit`` is the largest cost besides useful computing: ``latency``, ``bandwidth``,
     ``slowdown`` or ``fixed`` (the part of computing that does not shrink with more ranks); empty
-    if it is less than ``LEAST_LIMIT`` of the step.
+    if it is less than ``MIN_LIMIT`` of the step.
     """
 
     ranks: int
@@ -198,7 +198,7 @@ def predict(fitted: Fit, ranks: int) -> Prediction:
         "fixed": min(fitted.costs.fixed, parts.compute),
     }
     limit = max(costs, key=lambda name: costs[name])
-    notable = costs[limit] >= LEAST_LIMIT * parts.total
+    notable = costs[limit] >= MIN_LIMIT * parts.total
     return Prediction(ranks, fitted.efficiency(ranks), parts, limit if notable else "")
 
 
@@ -278,7 +278,7 @@ def _rows(steps: Sequence[Step], strong: bool) -> list[_Row]:
         return [part("total", step, step.seconds, step.error) for step in steps]
     rows = []
     for step in steps:
-        exposed, least = step.exposed or 0.0, LEAST_PART * step.seconds
+        exposed, least = step.exposed or 0.0, MIN_PART * step.seconds
         # In weak scaling the slowdown of computing depends on the ranks per host; for more ranks
         # the slowdown at the largest size counts.
         if strong or step in (steps[0], steps[-1]):
@@ -348,7 +348,7 @@ class _Problem:
             errors = misfit * scatter @ np.linalg.pinv(jacobian[:, varied]).T
             drawn[:, varied] += errors * self.scale[varied]
             within = drawn[((drawn >= self.least) & (drawn <= self.most)).all(axis=1)]
-            if len(within) < LEAST_SAMPLES:
+            if len(within) < MIN_SAMPLES:
                 within = np.clip(drawn, self.least, self.most)
             kept += map(self.costs, within[:SAMPLES])
         return tuple(kept)

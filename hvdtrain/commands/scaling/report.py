@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.commands.scaling import plot
 from hvdtrain.commands.scaling.cost_model import (
-    LEAST_PART,
+    MIN_PART,
     UNKNOWN_ERROR,
     Fit,
     Forecast,
@@ -351,7 +351,7 @@ def _link(study: Study, fit: Fit) -> list[str]:
     costs, traffic = fit.costs, study.traffic
     largest = max(size.ranks for size in study.sizes if not size.oversubscribed)
     parts = fit.parts(largest)
-    latency, transfer, least = parts.latency, parts.transfer, LEAST_PART * parts.total
+    latency, transfer, least = parts.latency, parts.transfer, MIN_PART * parts.total
     if costs.overlap:  # fitted to a table of allreduce times, which determines them
         latency, transfer, least = costs.latency, costs.transfer, 0.0
     phrases = []

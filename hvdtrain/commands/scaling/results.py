@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from scipy.special import stdtrit
 
 from hvdtrain.commands.scaling.cost_model import (
-    LEAST_ERROR,
+    MIN_ERROR,
     MIN_SIZES,
     RANKS,
     UNKNOWN_ERROR,
@@ -193,7 +193,7 @@ def errors(rates: Mapping[int, SampleMean]) -> dict[int, float]:
     degrees = sum(rate.count - 1 for rate in repeated)
     squares = sum((r.count - 1) * (r.deviation or 0.0) ** 2 / r.mean**2 for r in repeated)
     pooled = math.sqrt(squares / degrees)
-    return {ranks: max(LEAST_ERROR, pooled / math.sqrt(r.count)) for ranks, r in rates.items()}
+    return {ranks: max(MIN_ERROR, pooled / math.sqrt(r.count)) for ranks, r in rates.items()}
 
 
 @dataclass(frozen=True)

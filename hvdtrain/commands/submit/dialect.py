@@ -22,7 +22,7 @@ WAITING, RUNNING, ENDED, GONE = "waiting", "running", "ended", "gone"
 
 SIGNALLED = 128  # a shell's exit code for a program that signal n ended: 128 + n
 WALLTIME_OVER = 124  # as of timeout(1)
-LONGEST, LONGEST_PATH = 255, 4096  # bytes of a file's name, and of a path
+MAX_NAME, MAX_PATH = 255, 4096  # bytes of a file's name, and of a path
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class State:
 
 def log_files(path: str) -> tuple[Path, ...]:
     """Return the log that a batch system reports; none if no file can have such a path."""
-    possible = all(len(os.fsencode(part)) <= LONGEST for part in path.split("/"))
-    return (Path(path),) if path and possible and len(path) < LONGEST_PATH else ()
+    possible = all(len(os.fsencode(part)) <= MAX_NAME for part in path.split("/"))
+    return (Path(path),) if path and possible and len(path) < MAX_PATH else ()
 
 
 NEVER_RAN = State(ENDED, "deleted before it ran", ran=False)

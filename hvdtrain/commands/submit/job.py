@@ -21,7 +21,7 @@ TASK = "TASK"
 """The variable of an array: the number of the task."""
 
 SCHEDULERS = ("pbs", "slurm", "none")
-LONGEST_NAME = 230  # characters, the limit of PBS; Torque's is 15 (``Site.name_limit``)
+MAX_NAME = 230  # characters, the limit of PBS; Torque's is 15 (``Site.name_limit``)
 CHAIN_LIMIT = 10
 LOGS = Path("hvdtrain-jobs")
 DIRECTIVE = re.compile(r"^#(PBS|SBATCH)\b", re.MULTILINE)
@@ -53,8 +53,8 @@ def _matching(pattern: re.Pattern[str], problem: str) -> Callable[[str], str]:
 
 
 job_name = _matching(
-    re.compile(rf"[A-Za-z][\w.+-]{{0,{LONGEST_NAME - 1}}}", re.ASCII),
-    f": must be a letter, then letters, digits and . _ + -, at most {LONGEST_NAME} characters",
+    re.compile(rf"[A-Za-z][\w.+-]{{0,{MAX_NAME - 1}}}", re.ASCII),
+    f": must be a letter, then letters, digits and . _ + -, at most {MAX_NAME} characters",
 )
 # These two are in the script unquoted.
 plain_word = _matching(_PLAIN, ": must be one word of [A-Za-z0-9_.:@/=+-]")

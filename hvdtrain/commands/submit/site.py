@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 
 from hvdtrain.commands.submit.job import (
-    LONGEST_NAME,
+    MAX_NAME,
     SCHEDULERS,
     Job,
     directive_line,
@@ -64,7 +64,7 @@ class Site:
     directives: tuple[str, ...] = ()  # more directives, e.g. ``-l place=scatter``
     modules: tuple[str, ...] = ()  # loaded first
     setup: tuple[str, ...] = ()  # lines of shell after them, before ``--module`` and ``--setup``
-    name_limit: Number = LONGEST_NAME  # characters; 15 for Torque and old PBS
+    name_limit: Number = MAX_NAME  # characters; 15 for Torque and old PBS
     walltime_limit: int | None = None  # seconds, in the file H:MM:SS; of any job
     queues: Mapping[str, Limits] = dataclasses.field(default_factory=dict)  # see ``Limits``
 

@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = 60.0  # seconds for qsub or sbatch
 SHORT_NAME = 15  # characters of a generated name: the length that every batch system shows
-SHORT = 120  # seconds of walltime that leave less than half for training; see note_walltime
+SHORT_WALLTIME = (
+    120  # seconds of walltime that leave less than half for training; see note_walltime
+)
 
 
 def submit(job: Job, previous: str | None = None) -> Report:
@@ -296,7 +298,7 @@ def note_walltime(job: Job) -> str:
     The trainers take seconds to start, and stop half a minute and two steps before the end
     (``adapters.preemption``). A job of a chain that has saved is followed by another.
     """
-    if not (0 < job.seconds < SHORT and checkpoint_dir(job.command)):
+    if not (0 < job.seconds < SHORT_WALLTIME and checkpoint_dir(job.command)):
         return ""
     each = "each job of the chain" if job.chain else "the job"
     return (

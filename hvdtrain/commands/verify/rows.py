@@ -11,7 +11,7 @@ from hvdtrain.system.output.tables import message
 
 OK, FAILED, NOT_SEEN = "ok", "failed", "not seen"
 STYLES = {OK: "green", FAILED: "bold red", NOT_SEEN: "yellow"}
-MANY = 4  # values that are shown individually
+MAX_SHOWN = 4  # values that are shown individually
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def number(value: float) -> str:
 
 
 def by_rank(values: Sequence[Any], join: str = " + ") -> str:
-    """Return one value per rank: ``1 + 3 + 5``, or their range for more than ``MANY``."""
-    if len(values) > MANY:
+    """Return one value per rank: ``1 + 3 + 5``, or their range for more than ``MAX_SHOWN``."""
+    if len(values) > MAX_SHOWN:
         return f"{min(values)} to {max(values)} per rank"
     return join.join(map(str, values))

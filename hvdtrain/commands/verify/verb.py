@@ -23,7 +23,7 @@ from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import Command, termination_as_interrupt
 from hvdtrain.system.runtime.detect import detect, may_be_shell
-from hvdtrain.system.runtime.exit import WAIT_USAGE, fail, leave
+from hvdtrain.system.runtime.exit import USAGE_TIMEOUT, fail, leave
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def _verify_here(framework: str, arguments: argparse.Namespace) -> Report:
     if launch.rank and (failures or worker.is_alive()):
         # Rank 0 reports first: mpirun kills all ranks when one exits with a code other than 0.
         code = getattr(failures[0], "exit_code", EXIT_FAILURE) if failures else EXIT_FAILURE
-        fail(str(failures), code=code, wait=WAIT_USAGE, agreed=True)
+        fail(str(failures), code=code, wait=USAGE_TIMEOUT, agreed=True)
     if failures:
         raise failures[0]
     if launch.rank:

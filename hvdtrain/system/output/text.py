@@ -8,7 +8,7 @@ from pathlib import Path
 
 NAME = 44  # characters of a tensor's name
 RANKS = 8  # maximum length of a list of ranks
-FEW = 4  # consecutive ranks that are listed one by one
+MAX_LISTED = 4  # consecutive ranks that are listed one by one
 
 PACKAGE = Path(__file__).parents[2]
 # Relative to lib/python3.11/site-packages; a clone may have fewer parent directories.
@@ -78,7 +78,7 @@ def rank_list(ranks: Iterable[int]) -> str:
     """Return ``rank 2``, ``ranks 1, 3`` or ``ranks 0 to 7``; at most ``RANKS`` are listed."""
     ranks = sorted(ranks)
     shown = ", ".join(map(str, ranks[:RANKS])) + (" ..." if len(ranks) > RANKS else "")
-    if len(ranks) > FEW and ranks[-1] - ranks[0] == len(ranks) - 1:
+    if len(ranks) > MAX_LISTED and ranks[-1] - ranks[0] == len(ranks) - 1:
         shown = f"{ranks[0]} to {ranks[-1]}"
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
 

@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 # Seconds that a rank other than 0 waits for rank 0: a usage error is usually the same on all ranks;
 # a failure is usually of one rank, and the job must end within 10 s.
-WAIT_USAGE = 5.0
-WAIT_FAILURE = 1.0
-WAIT_LOSS = 0.3  # for the failure detector to report which rank a collective has lost
-WAIT_PREEMPTED = 5.0  # for rank 0 to write the summary, after which all ranks exit together
+USAGE_TIMEOUT = 5.0
+FAILURE_TIMEOUT = 1.0
+LOSS_TIMEOUT = 0.3  # for the failure detector to report which rank a collective has lost
+PREEMPTED_TIMEOUT = 5.0  # for rank 0 to write the summary, after which all ranks exit together
 END_MARK = "HVDTRAIN_END_MARK"  # variable with the path of the file in ``leave_mark``
 MARK_NAME = "hvdtrain-end"  # of such a file in memory
 
@@ -135,19 +135,19 @@ def _end_by(
     error: BaseException, detail: str = "", show: Callable[[], None] | None = None
 ) -> NoReturn:
     """Report ``error`` and ``detail``, after ``show`` in a user's script, and end the process."""
-    code, wait, launch = EXIT_FAILURE, WAIT_FAILURE, detect(os.environ)
+    code, wait, launch = EXIT_FAILURE, FAILURE_TIMEOUT, detect(os.environ)
     message, common = f"failed: {error!r}{detail}", False
     if isinstance(error, KeyboardInterrupt):
         code, message = EXIT_INTERRUPTED, f"{process_status.interrupted}{detail}"
     elif isinstance(error, HvdtrainError):
         code, message, common = error.exit_code, f"error: {error}{detail}", error.agreed
         if common:
-            _disconnect(WAIT_FAILURE)
+            _disconnect(FAILURE_TIMEOUT)
         if isinstance(error, UsageError):
             # On rank 0, in command line or data, it usually occurs on all ranks.
-            wait, common = WAIT_USAGE, common or (launch.is_root and show is None)
+            wait, common = USAGE_TIMEOUT, common or (launch.is_root and show is None)
     elif launch.is_root and launch.size > 1:
-        time.sleep(WAIT_LOSS)
+        time.sleep(LOSS_TIMEOUT)
         if process_status.reported:  # a collective has failed, as that rank has exited
             leave(process_status.reported)
     process_status.show = show
@@ -156,7 +156,7 @@ def _end_by(
 
 def leave_preempted() -> NoReturn:
     """Exit with code 75, together with all other ranks."""
-    _disconnect(WAIT_PREEMPTED)
+    _disconnect(PREEMPTED_TIMEOUT)
     leave(EXIT_PREEMPTED)
 
 
@@ -181,14 +181,16 @@ def _disconnect(patience: float) -> None:
         thread.join(patience)
 
 
-def fail(message: str, *, code: int, wait: float = WAIT_FAILURE, agreed: bool = False) -> NoReturn:
+def fail(
+    message: str, *, code: int, wait: float = FAILURE_TIMEOUT, agreed: bool = False
+) -> NoReturn:
     """Print ``message`` and exit with ``code``; a rank other than 0 waits for rank 0 first."""
     speak(message, wait=wait, agreed=agreed)
     leave(process_status.reported or code)
 
 
 def speak(
-    message: str, *, wait: float = WAIT_FAILURE, agreed: bool = False, mpirun_ends: bool = False
+    message: str, *, wait: float = FAILURE_TIMEOUT, agreed: bool = False, mpirun_ends: bool = False
 ) -> None:
     """Print why this process fails; the caller then ends it. See ``fail``.
 
@@ -296,7 +298,7 @@ def leave(code: int) -> NoReturn:
     if code == 0 and not process_status.hangs:
         sys.exit(0)
     if code == 0:
-        _disconnect(WAIT_PREEMPTED)
+        _disconnect(PREEMPTED_TIMEOUT)
     os._exit(code)
 
 

@@ -61,7 +61,9 @@ LENGTH = 2  # bytes of the length
 
 CONNECT = 3.0  # seconds for an address to answer; a host may have unreachable ones
 ANSWER_TIMEOUT = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
-HELLO = 30.0  # seconds for a connecting process to send its rank; it may be busy, or no rank
+HELLO_TIMEOUT = (
+    30.0  # seconds for a connecting process to send its rank; it may be busy, or no rank
+)
 KEY = 32  # bytes of the secret, and of a proof
 NONCE = 16  # bytes of the random number
 RANK = 4  # bytes of a rank
@@ -124,7 +126,7 @@ class Handshake:
 
     def is_late(self) -> bool:
         """Return whether the other side has not sent its rank in time."""
-        return self.rank is None and time.monotonic() - self.since > HELLO
+        return self.rank is None and time.monotonic() - self.since > HELLO_TIMEOUT
 
 
 def start(
@@ -251,7 +253,7 @@ class FailureDetector:
         for listener in self.listeners.values():
             self.selector.register(listener, selectors.EVENT_READ)
         while True:
-            for key, _ in self.selector.select(HELLO if self.pending else None):
+            for key, _ in self.selector.select(HELLO_TIMEOUT if self.pending else None):
                 if isinstance(key.data, Connection):
                     if not self._read(key.data):
                         self.selector.unregister(key.data.socket)

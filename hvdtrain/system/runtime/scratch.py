@@ -19,7 +19,7 @@ from pathlib import Path
 from hvdtrain.system.folder import exposure
 from hvdtrain.system.runtime.detect import detect
 
-LONGEST_FOLDER = 50  # characters; sockets in it have names of at most 108
+MAX_FOLDER = 50  # characters; sockets in it have names of at most 108
 LOCK = "lock"  # file in the directory of a process, locked while the process is alive
 USUAL = "/tmp"  # instead of a $TMPDIR in which others may exchange files
 SHARED = Path("/dev/shm")
@@ -45,7 +45,7 @@ def use_scratch_directory() -> None:
     named = tempfile.gettempdir()
     # TensorFlow executes code that it writes there.
     usual = USUAL if exposure(Path(named)) else named
-    if _clearing or len(usual) > LONGEST_FOLDER:
+    if _clearing or len(usual) > MAX_FOLDER:
         return
     if detect(os.environ).local_rank == 0:
         for temporary in {named, usual}:

@@ -27,8 +27,8 @@ BEFORE_FRAME = "\r\x1b[2K\n\x1b[2K"  # an empty line, then the line of the frame
 AFTER_FRAME = "\x1b[2A\n"
 ERASE = BEFORE_FRAME + AFTER_FRAME  # an empty frame
 FIRST = 0.3  # seconds before a status is shown
-EVERY = 1.0  # seconds between frames
-SOONEST = 0.5  # the same if the text changes
+REDRAW_INTERVAL = 1.0  # seconds between frames
+MIN_INTERVAL = 0.5  # the same if the text changes
 
 
 def columns() -> int | None:
@@ -159,13 +159,15 @@ def _draw(source: int, handle: int, width: int, title: str) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not its parent's handler
         while True:
             seconds = time.monotonic() - start
-            wait = EVERY - seconds % EVERY if drawn else max(0.0, FIRST - seconds)
+            wait = (
+                REDRAW_INTERVAL - seconds % REDRAW_INTERVAL if drawn else max(0.0, FIRST - seconds)
+            )
             if select.select([source], [], [], wait)[0]:
                 news = os.read(source, 65_536)
                 if not news:
                     break
                 text = news.decode(errors="replace").splitlines()[-1]
-                if time.monotonic() < (drawn + SOONEST if drawn else start + FIRST):
+                if time.monotonic() < (drawn + MIN_INTERVAL if drawn else start + FIRST):
                     continue
             drawn = time.monotonic()
             end = f" ... {drawn - start:.0f} s"

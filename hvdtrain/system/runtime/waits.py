@@ -2,9 +2,9 @@
 
 If only some ranks make such a call (``if rank == 0: save_checkpoint(...)``), they hang without a
 message from MPI. So every rank counts the calls that communicate, and the sums of gradients among
-them; its last one is the end of its program. A rank that has waited in one for ``REPORT`` seconds
-reports it to rank 0, on the connections of ``failure_detector``, and withdraws the report when the
-call ends. Call number n must be the same call on all ranks: ranks that wait in different calls
+them; its last one is the end of its program. A rank that has waited in one for ``REPORT_DELAY``
+seconds reports it to rank 0, on the connections of ``failure_detector``, and withdraws the report
+when the call ends. Call number n must be the same call on all ranks: ranks that wait in different calls
 (``_differ``) are ended at once. A rank that has not made the call may still do so; after
 ``LATE_TIMEOUT`` seconds it is reported once.
 """
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-REPORT = 1.0
+REPORT_DELAY = 1.0
 LATE_TIMEOUT = 30.0
 POLL_INTERVAL = 0.5  # seconds between checks
 
@@ -105,14 +105,16 @@ class Waits:
             return
         self.number += 1
         self._sums += call == SUM
-        since = time.monotonic() - (REPORT if call == END else 0.0)  # the end is reported at once
+        since = time.monotonic() - (
+            REPORT_DELAY if call == END else 0.0
+        )  # the end is reported at once
         self._call = wait = Wait(self.number, self._sums, call, since)
         try:
             with self.mark(call):
                 yield
         except Exception as error:
             if not isinstance(error, HvdtrainError):  # as another rank has ended?
-                self._call = wait._replace(since=since - REPORT)
+                self._call = wait._replace(since=since - REPORT_DELAY)
                 self.check()
             raise
         finally:
@@ -145,7 +147,7 @@ class Waits:
             return
         self._waiting.pop(rank, None)
         if number:  # not withdrawn
-            self._waiting[rank] = Wait(number, sums, call, time.monotonic() - REPORT)
+            self._waiting[rank] = Wait(number, sums, call, time.monotonic() - REPORT_DELAY)
         calls = [wait.call for wait in self._waiting.values()]
         if calls.count(END) == len(self.hosts) - 1:
             self.all_ended.set()
@@ -160,7 +162,7 @@ class Waits:
         mine = self._current()
         if mine != self._current():  # a call has begun or ended meanwhile
             return
-        if mine and time.monotonic() - mine.since < REPORT:
+        if mine and time.monotonic() - mine.since < REPORT_DELAY:
             mine = None
         if self.rank:
             self._report(mine)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 Pixels = NDArray[np.uint8]
 # Pixels that are decoded at once, in all regions together: about 6 MB on a CPU, 800 MB on a GPU.
-MOST_ON_CPU, MOST_ON_GPU = 2**21, 2**28
+MAX_ON_CPU, MAX_ON_GPU = 2**21, 2**28
 # What DALI reports of an image; its other errors, e.g. that memory ran out, are not hidden.
 UNDECODABLE = ("nvImageCodec failure", "Failed to decode", "cropping window")
 
@@ -105,7 +105,7 @@ class JpegDecoder:
 
     def start(self, jpegs: Sequence[Jpeg]) -> None:
         """Start decoding a batch; then call ``finish``."""
-        self._parts = list(_parts(jpegs, MOST_ON_CPU if self.gpu is None else MOST_ON_GPU))
+        self._parts = list(_parts(jpegs, MAX_ON_CPU if self.gpu is None else MAX_ON_GPU))
         if self._parts:
             self._run(self._parts[0])
 

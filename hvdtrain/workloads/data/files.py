@@ -23,7 +23,7 @@ from hvdtrain.workloads.data.packed import Pack, is_packed, key, suffix
 ENDINGS = (".jpg", ".jpeg", ".png")
 # Not all of our decoders read these.
 OTHER_ENDINGS = (".avif", ".bmp", ".gif", ".heic", ".jfif", ".ppm", ".tif", ".tiff", ".webp")
-MOST_ANNOTATIONS = 2**32  # bytes; those of COCO have 448 MB
+MAX_ANNOTATIONS = 2**32  # bytes; those of COCO have 448 MB
 
 
 class Names(Sequence[str]):
@@ -209,7 +209,7 @@ def read_file(directory: Path, name: str) -> bytes:
             raise UsageError(f"--data {directory}: there is no {name} in this packed data")
         return pack.read(pack.contents.files[name])
     try:
-        return read_regular(directory / name, MOST_ANNOTATIONS)
+        return read_regular(directory / name, MAX_ANNOTATIONS)
     except OSError as error:
         raise UsageError(f"{directory / name} cannot be read: {error.strerror}") from error
 

@@ -29,7 +29,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import MOST_READ
+from hvdtrain.system.files import MAX_READ
 from hvdtrain.system.folder import Folder
 
 INDEX = "index.safetensors"
@@ -242,7 +242,7 @@ def _load(folder: Path) -> tuple[PackIndex, tuple[str, dict[str, NDArray[Any]]]]
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         length = int.from_bytes(data[:8], "little")
-        if length > MOST_READ:
+        if length > MAX_READ:
             raise ValueError(f"a header of {length:,} bytes")
         header = json.loads(data[8 : 8 + length])
         values = json.loads(header.pop("__metadata__")["hvdtrain"])

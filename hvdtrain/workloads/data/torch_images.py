@@ -34,7 +34,7 @@ from hvdtrain.workloads.data.image_folder import (
 
 Wanted = tuple[list[int], int | None]  # indices, and the epoch to augment for (None: none)
 Crop = Callable[[Image.Image, int], Image.Image]
-MOST_AHEAD = 16  # maximum number of batches in /dev/shm per rank
+MAX_AHEAD = 16  # maximum number of batches in /dev/shm per rank
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,8 @@ def _shared(batch: Any) -> Any:
 
 
 def _ahead(workers: int) -> int | None:
-    """Return the number of batches each worker prefetches: MOST_AHEAD in all, at least one."""
-    return max(1, min(2, MOST_AHEAD // workers)) if workers else None
+    """Return the number of batches each worker prefetches: MAX_AHEAD in all, at least one."""
+    return max(1, min(2, MAX_AHEAD // workers)) if workers else None
 
 
 def _whole(batch: Any) -> Any:

@@ -218,7 +218,7 @@ def embedded_digits() -> tuple[Samples, Samples]:
 
 
 DEFLATE = 1032  # maximum compression ratio of gzip
-LARGEST = 2**31  # bytes of an array
+MAX_BYTES = 2**31  # bytes of an array
 
 
 def spellings(name: str) -> list[str]:
@@ -280,7 +280,7 @@ def _array(stream: IO[bytes] | gzip.GzipFile, path: str, most: int) -> NDArray[A
         raise UsageError(f"{path} is not an IDX file of bytes: copy it again")
     shape = np.frombuffer(sizes, ">u4").tolist()
     expected = math.prod(shape)
-    if expected > LARGEST:
+    if expected > MAX_BYTES:
         raise UsageError(
             f"{path}: its header specifies {expected:,} bytes, more than any data set of digits: "
             "copy it again"

@@ -14,7 +14,7 @@ from hvdtrain.tasks.dataset import Dataset
 from hvdtrain.tasks.training_step_pytorch import TorchTask
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.torch_images import Synthetic, View, cut
-from hvdtrain.workloads.resnet.task import DEVIATION, LONGEST, MEAN, RESIZE
+from hvdtrain.workloads.resnet.task import DEVIATION, MAX_LENGTH, MEAN, RESIZE
 
 
 def random_view(image: Image.Image, size: int) -> View:
@@ -40,7 +40,7 @@ def random_crop(image: Image.Image, size: int) -> Image.Image:
 def centre_view(image: Image.Image, size: int) -> View:
     """Return torchvision's centre crop of the image, whose shorter side is 256/224 of ``size``."""
     shorter, least = round(size * RESIZE), min(image.size)
-    middle = [min(side, LONGEST * least + side % 2) for side in image.size]
+    middle = [min(side, MAX_LENGTH * least + side % 2) for side in image.size]
     left, top = ((side - part) // 2 for side, part in zip(image.size, middle, strict=True))
     width, height = (int(shorter * part / least) for part in middle)
     corner = (round((width - size) / 2), round((height - size) / 2))

@@ -48,7 +48,7 @@ DEVIATION = (0.229, 0.224, 0.225)
 RESIZE = 256 / 224  # the shorter side before the centre crop of an evaluation, times the crop
 # Times its shorter side. Of a longer image only the middle is resized for an evaluation: otherwise
 # one of 20,000 x 2 pixels would take gigabytes.
-LONGEST = 16
+MAX_LENGTH = 16
 LOADERS = {"pytorch": "torch_images", "tensorflow": "tf_images"}
 
 

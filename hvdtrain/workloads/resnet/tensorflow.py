@@ -13,7 +13,7 @@ from hvdtrain.tasks.dataset import Dataset
 from hvdtrain.tasks.training_step_tensorflow import TFTask, weight_dtype
 from hvdtrain.workloads.data.image_folder import ImageOptions
 from hvdtrain.workloads.data.tf_images import Synthetic
-from hvdtrain.workloads.resnet.task import DEVIATION, LONGEST, MEAN, RESIZE
+from hvdtrain.workloads.resnet.task import DEVIATION, MAX_LENGTH, MEAN, RESIZE
 
 
 def random_crop(encoded: Any, seed: Any, size: int) -> Any:
@@ -54,7 +54,7 @@ def centre_crop(encoded: Any, seed: Any, size: int) -> Any:  # noqa: ARG001 (as 
     image = _decode(encoded)
     shape = tf.shape(image)[:2]
     shorter, least = round(size * RESIZE), tf.reduce_min(shape)
-    middle = tf.minimum(shape, LONGEST * least + shape % 2)
+    middle = tf.minimum(shape, MAX_LENGTH * least + shape % 2)
     top, left = tf.unstack((shape - middle) // 2)
     image = image[top : top + middle[0], left : left + middle[1]]
     resized = middle * shorter // least

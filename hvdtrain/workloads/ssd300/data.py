@@ -156,7 +156,7 @@ def cut(boxes: Boxes, labels: Labels, crop: Sequence[float]) -> tuple[Boxes, Lab
 # Drawn images: rectangles of the colour of their class, on noise.
 
 COLOURS = {"red": (220, 60, 50), "green": (60, 200, 80), "blue": (70, 90, 230)}
-MOST = 3  # in an image
+MAX_ERASED = 3  # in an image
 DRAWN = 96, 24  # images to train and to evaluate on
 
 
@@ -181,7 +181,7 @@ def drawn(seed: int) -> tuple[Coco, Coco]:
     chance = np.random.default_rng(seed)
     splits, first = [], 1
     for count in DRAWN:
-        numbers = chance.integers(1, MOST + 1, count)
+        numbers = chance.integers(1, MAX_ERASED + 1, count)
         sides = chance.integers(40, 160, (numbers.sum(), 2))
         corner = (chance.random(sides.shape) * (SIDE - sides)).astype(int)
         labels = chance.integers(len(COLOURS), size=len(sides))

@@ -67,7 +67,7 @@ if how == "loader":
     for _, batch in shards.batches(0, DataLoader(Stream(), batch_size=1)):
         step(batch)
 elif how == "pauses":  # no rank is ever ended because another one is slow
-    waits.REPORT, waits.POLL_INTERVAL, waits.LATE_TIMEOUT = 0.02, 0.01, 0.15
+    waits.REPORT_DELAY, waits.POLL_INTERVAL, waits.LATE_TIMEOUT = 0.02, 0.01, 0.15
     dice = random.Random(world.rank)
 
     def pause() -> None:

@@ -20,7 +20,7 @@ from hvdtrain.steps.checkpoint import save
 from hvdtrain.steps.checkpoint_files import Checkpoint
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.files import (
-    MOST_READ,
+    MAX_READ,
     Output,
     cache_root,
     check_folder,
@@ -256,6 +256,6 @@ def test_a_directory_without_permission_is_reported(tmp_path: Path) -> None:
 def test_a_file_with_more_bytes_than_memory_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "huge"
     path.touch()
-    os.truncate(path, MOST_READ + 1)
+    os.truncate(path, MAX_READ + 1)
     with pytest.raises(OSError, match="more than 268,435,456 bytes"):
         read_regular(path)

@@ -206,7 +206,7 @@ def test_all_ranks_tell_theirs(on_ranks: OnRanks) -> None:
 
 
 def test_the_last_steps_of_a_long_training_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "MOST", 3)
+    monkeypatch.setattr(throughput, "MAX_STEPS", 3)
     clock = Clock(seconds=[10.0] * 4, data=[9.0, 1.0, 2.0, 3.0], blocked=[0.0] * 4)
     mean = clock.step_split(SingleRank())
     assert mean is not None

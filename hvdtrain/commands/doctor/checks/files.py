@@ -20,7 +20,7 @@ SHARED = re.compile(
     r"9p|afs|beegfs|ceph|cifs|fuse\.(ceph|glusterfs|sshfs)|gfs2|glusterfs|gpfs|lustre|nfs4?|ocfs2|"
     r"orangefs|panfs|pvfs2|smb3|virtiofs|wekafs"
 )
-LEAST_FREE = GIB // 10  # a checkpoint of ResNet-50 with its momenta takes 0.2 GiB
+MIN_FREE = GIB // 10  # a checkpoint of ResNet-50 with its momenta takes 0.2 GiB
 FEW_FREE = 5 * GIB
 BLOCK = 4096  # bytes of the trial write
 SKEW = 1.0  # seconds; make, checkpoints and logs compare times of this order
@@ -109,7 +109,7 @@ def _space(directory: Directory, hosts: int) -> Finding:
         free = "free space, or " if directory.error in map(os.strerror, FULL) else ""
         remedy = f"{free}use another directory (cd, TMPDIR)"
         return Finding(name, state, f"{evidence}; {directory.error}", remedy)
-    if directory.free < LEAST_FREE or directory.files_free == 0:
+    if directory.free < MIN_FREE or directory.files_free == 0:
         limit = "no more files" if directory.files_free == 0 else "full"
         remedy = "free space, or use another file system (--checkpoint-dir, TMPDIR)"
         return Finding(name, state, f"{evidence}: {limit}", remedy)

@@ -14,10 +14,10 @@ from hvdtrain.system.machine.threads import THREADS, binding, requested_threads,
 from hvdtrain.system.output.text import plural, size
 
 MEMORY_PER_RANK = 2 * GIB  # a framework takes 0.5 to 1 GiB before the first sample
-LEAST_SHM = GIB  # used by the ranks of one host, and by workers of data loaders
-LEAST_LOCKED = GIB  # memory registered by InfiniBand and Omni-Path
-LEAST_FILES = 1024
-LEAST_PROCESSES = 64  # of a rank: threads of its cores, of MPI, workers
+MIN_SHM = GIB  # used by the ranks of one host, and by workers of data loaders
+MIN_LOCKED = GIB  # memory registered by InfiniBand and Omni-Path
+MIN_FILES = 1024
+MIN_PROCESSES = 64  # of a rank: threads of its cores, of MPI, workers
 BUILD_VARIABLE = re.compile(r"HOROVOD_(WITH|WITHOUT|BUILD|GPU|NCCL|CUDA|ROCM|MPICXX|CMAKE)(_.*|$)")
 
 
@@ -88,10 +88,10 @@ def resource_findings(
         "remove files of ended jobs from /dev/shm; start a container with a larger one (--shm-size)"
     )
     evidence = f"{size(resources.shared_memory)}, {size(free)} free"
-    yield warning_if(clear if free < LEAST_SHM else "", "/dev/shm", evidence)
+    yield warning_if(clear if free < MIN_SHM else "", "/dev/shm", evidence)
 
     locked, remedy = resources.locked_memory, ""
-    if fabric and locked is not None and locked < LEAST_LOCKED:
+    if fabric and locked is not None and locked < MIN_LOCKED:
         remedy = "have `ulimit -l unlimited` set on the compute nodes: InfiniBand registers memory"
     evidence = "unlimited" if locked is None else size(locked)
     evidence += "" if fabric else "; no InfiniBand here"
@@ -99,12 +99,12 @@ def resource_findings(
 
     files = resources.open_files
     remedy = (
-        "ulimit -n 4096, in the job script too" if files is not None and files < LEAST_FILES else ""
+        "ulimit -n 4096, in the job script too" if files is not None and files < MIN_FILES else ""
     )
     yield warning_if(remedy, "open files", "unlimited" if files is None else str(files))
 
     limit = resources.processes
-    few = limit is not None and limit < LEAST_PROCESSES * ranks
+    few = limit is not None and limit < MIN_PROCESSES * ranks
     remedy = "raise ulimit -u, or pids.max (docker: --pids-limit)" if few else ""
     evidence = f"{limit or 'unlimited'}, threads included"
     yield warning_if(remedy, "processes", evidence)

@@ -19,7 +19,7 @@ from hvdtrain.system.runtime.tuning import set_defaults
 
 # Modules that distribute a script without Horovod.
 OTHERS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "mpi4py")
-LONGEST = 300  # characters of an error
+MAX_LENGTH = 300  # characters of an error
 
 
 def main() -> int:
@@ -49,8 +49,8 @@ def main() -> int:
         traceback.print_exc()
         code = EXIT_FAILURE
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if len(text) > LONGEST:  # TensorFlow puts the call stack first
-            text = f"{text[: LONGEST // 3]} ... {text[-LONGEST * 2 // 3 :]}"
+        if len(text) > MAX_LENGTH:  # TensorFlow puts the call stack first
+            text = f"{text[: MAX_LENGTH // 3]} ... {text[-MAX_LENGTH * 2 // 3 :]}"
         recorder.record.ended = text + _line(error, script)
     imported = (name for name in OTHERS if name in sys.modules)
     recorder.record.library = next(imported, recorder.record.library)

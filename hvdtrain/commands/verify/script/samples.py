@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LARGEST = 1_000_000  # samples that are recorded
+MAX_SAMPLES = 1_000_000  # samples that are recorded
 REPEATED = 3  # samples that may repeat by chance, as data have duplicates
 QUIET = 20  # updates without a repeated sample, after which earlier repetitions were chance
 
@@ -50,7 +50,7 @@ class SampleLog:
         """Record samples, along the first axis, that the model is called with."""
         seen = self.samples
         over = seen.epoch is not None and len(seen.ends) > seen.epoch + QUIET
-        if over or len(seen.marks) + len(values) > LARGEST:
+        if over or len(seen.marks) + len(values) > MAX_SAMPLES:
             return
         before = frozenset(self._current)
         for value in values:

@@ -85,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(fetching, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(fetching, "MAX_PAUSE", 0.01)
     with Server() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 
 from hvdtrain.commands.report.curve_plot import (
     MARKERS,
-    MOST,
+    MAX_RUNS,
     SMOOTH,
     figures,
     first,
@@ -50,7 +50,7 @@ def drawn(runs: list[TrainingCurves]) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_all_lines_have_different_styles() -> None:
-    runs = [training(f"run-{number}/metrics.jsonl") for number in range(MOST)]
+    runs = [training(f"run-{number}/metrics.jsonl") for number in range(MAX_RUNS)]
     for title, lines in drawn(runs).items():
         styles = {tuple(line[key] for key in STYLE) for line in lines}
         grey = {style[1:] for style in styles}
@@ -111,7 +111,7 @@ def test_the_axis_of_a_nearly_constant_rate_has_no_offset() -> None:
 def test_the_first_runs_of_each_size_or_method_are_drawn(stems: tuple[str, ...]) -> None:
     paths = [Path(f"runs/{name}-{repeat}.jsonl") for repeat in (1, 2, 3) for name in stems]
     runs = first([TrainingCurves(path, [], []) for path in sorted(paths)])
-    assert [run.path for run in runs] == paths[:MOST]
+    assert [run.path for run in runs] == paths[:MAX_RUNS]
 
 
 def test_the_loss_does_not_fall_at_the_end_of_an_epoch() -> None:
@@ -146,7 +146,7 @@ def test_runs_of_a_comparison_are_named_by_their_method() -> None:
     "name", ["ddp-pytorch-packed-n2-", "short", "MW" * 40, "l" * 52, r"$\frac$", "\udcff", "_"]
 )
 def test_no_entry_of_a_legend_is_cut_off(name: str) -> None:
-    runs = [training(f"{name}{number}.jsonl") for number in range(MOST)]
+    runs = [training(f"{name}{number}.jsonl") for number in range(MAX_RUNS)]
     for title, figure in figures(runs):
         figure.draw_without_rendering()
         (legend,) = figure.legends

@@ -18,7 +18,7 @@ from hvdtrain import cli
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
 from hvdtrain.commands.study import records
-from hvdtrain.system.files import MOST_READ
+from hvdtrain.system.files import MAX_READ
 from tests.conftest import run
 from tests.studies import DDP, WORDS, summary, trial
 
@@ -100,7 +100,7 @@ def test_what_is_too_large_is_left_out(tmp_path: Path) -> None:
     large = ("big.jsonl", "compare.jsonl", "results.jsonl", STATE)
     for name in large:
         write(tmp_path, name, "")
-        os.truncate(tmp_path / name, MOST_READ + 1)
+        os.truncate(tmp_path / name, MAX_READ + 1)
     notes = [note for note in look(tmp_path).notes if "more than " in note]
     assert all(any(name in note for note in notes) for name in large)
 

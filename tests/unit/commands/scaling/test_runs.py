@@ -25,7 +25,7 @@ from hvdtrain.commands.scaling.runs import (
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.files import MOST_READ
+from hvdtrain.system.files import MAX_READ
 from tests.studies import WORDS, run
 
 TUNED = {"HOROVOD_FUSION_THRESHOLD": "0", "OMP_NUM_THREADS": "2"}
@@ -221,6 +221,6 @@ def test_invalid_tables_are_reported(text: str, message: str, tmp_path: Path) ->
 def test_a_file_that_is_too_large_is_refused(read: Callable[[Path], Any], tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    os.truncate(file, MOST_READ + 1)
+    os.truncate(file, MAX_READ + 1)
     with pytest.raises(UsageError, match=f"{file}.*more than 268,435,456 bytes"):
         read(file)

@@ -16,7 +16,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime import exit as exit_module
-from hvdtrain.system.runtime.exit import WAIT_FAILURE, WAIT_LOSS, WAIT_USAGE, agreed
+from hvdtrain.system.runtime.exit import FAILURE_TIMEOUT, LOSS_TIMEOUT, USAGE_TIMEOUT, agreed
 from tests.conftest import Outcome, begin, run, until
 
 HEAD = """\
@@ -102,8 +102,8 @@ def test_a_shutdown_that_hangs_is_abandoned() -> None:
     assert (end.code, end.err) == (2, "hvdtrain: error: bad\n")
 
 
-KINDS = {"UsageError": (2, WAIT_USAGE), "CheckpointError": (1, WAIT_FAILURE)}
-KINDS |= {"TrainingError": (1, WAIT_FAILURE), "HvdtrainError": (1, WAIT_FAILURE)}
+KINDS = {"UsageError": (2, USAGE_TIMEOUT), "CheckpointError": (1, FAILURE_TIMEOUT)}
+KINDS |= {"TrainingError": (1, FAILURE_TIMEOUT), "HvdtrainError": (1, FAILURE_TIMEOUT)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,8 +125,8 @@ def test_who_reports_an_error_and_when(kind: str) -> None:
 
 
 def test_the_wait_is_real_and_within_the_limit() -> None:
-    assert 0 < WAIT_FAILURE < WAIT_USAGE <= 5
-    shorter = "sys.modules[run_and_exit.__module__].WAIT_USAGE = 0.7"
+    assert 0 < FAILURE_TIMEOUT < USAGE_TIMEOUT <= 5
+    shorter = "sys.modules[run_and_exit.__module__].USAGE_TIMEOUT = 0.7"
     started = time.monotonic()
     end = end_of(f"{shorter}\nraise UsageError('why')", rank=1, head=HEAD)
     assert time.monotonic() - started >= 0.7
@@ -139,7 +139,7 @@ def say():
     speak("rank 3 is lost", wait=0.0)
     leave(1)
 threading.Timer(0.1, say).start()
-sys.modules[run_and_exit.__module__].WAIT_LOSS = 5
+sys.modules[run_and_exit.__module__].LOSS_TIMEOUT = 5
 raise RuntimeError("Connection closed by peer")
 """
 
@@ -163,7 +163,7 @@ def test_a_traceback_for_unexpected_errors_only(rank: int | None) -> None:
         assert "rank" not in end.err.splitlines()[0]
     else:
         assert f"rank {rank} {HERE}: failed" in end.err.splitlines()[0]
-        assert end.out == f"slept {WAIT_FAILURE if rank else WAIT_LOSS}\n"
+        assert end.out == f"slept {FAILURE_TIMEOUT if rank else LOSS_TIMEOUT}\n"
 
 
 def test_a_thread_that_never_ends_does_not_delay_a_failure() -> None:

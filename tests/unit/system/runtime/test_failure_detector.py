@@ -120,7 +120,7 @@ connected(1, 2)
 
 def test_silent_connections_are_closed() -> None:
     code, out, err = run("""
-detector.HELLO = 0.2
+detector.HELLO_TIMEOUT = 0.2
 ranks[0].connect(endpoints)
 with socket.create_connection(("127.0.0.1", port)) as line:
     assert len(detector.receive(line, 100)) == detector.NONCE

@@ -26,7 +26,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Waits]:
         raise EndedError(message)
 
     monkeypatch.setattr(waits, "fail", fail)
-    monkeypatch.setattr(waits, "REPORT", 0.0)
+    monkeypatch.setattr(waits, "REPORT_DELAY", 0.0)
     first = Waits(0, HOSTS)
     return [first, *(Waits(rank, HOSTS, first.take) for rank in (1, 2))]
 
@@ -179,7 +179,7 @@ def test_a_call_that_fails_as_another_rank_has_ended(
     monkeypatch.setattr(waits, "LATE_TIMEOUT", 0.0)
     ranks[1]._call = waits.Wait(1, 0, END, 0.0)
     ranks[1].check()
-    monkeypatch.setattr(waits, "REPORT", 60.0)
+    monkeypatch.setattr(waits, "REPORT_DELAY", 60.0)
     message = "rank 0 on a in save_checkpoint, rank 1 on a at the end of the program"
     with pytest.raises(EndedError, match=message), ranks[0].during("save_checkpoint"):
         raise RuntimeError("Horovod has been shut down")
