@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in VERBS:
         if f"  hvdtrain.{words[0]} " in PROGRAMS:
             start = f"hvdtrain launch -n 2 -- python -m hvdtrain.{words[0]}"
-            return _complain(f"{words[0]!r} is no verb but a program: {start}")
+            return _complain(f"{words[0]!r} is a program, not a verb: {start}")
         near = nearest(words[0], VERBS)
         hint = f"did you mean {near}?" if near else f"choose one of {', '.join(VERBS)}"
         return _complain(f"unknown verb {words[0]!r}: {hint}")

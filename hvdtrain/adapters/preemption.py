@@ -22,7 +22,7 @@ from hvdtrain.system.runtime.detect import detect, is_restarted
 from hvdtrain.system.runtime.exit import (
     FAILURE_TIMEOUT,
     announce,
-    claim_error_output,
+    claim_stderr,
     leave,
     process_status,
 )
@@ -99,7 +99,7 @@ def _leave_without_checkpoint(number: int, _: FrameType | None) -> None:
     """
     if detect(os.environ).is_root:
         time.sleep(LOST)
-        claim_error_output()
+        claim_stderr()
         announce(f"{signal.Signals(number).name}: stopped; {NOTHING_SAVED}", mpirun_ends=True)
         leave(128 + number)
     timer = threading.Timer(FAILURE_TIMEOUT, leave, [128 + number])

@@ -49,6 +49,6 @@ def check_comm_options(options: CommOptions, record: Strategy, framework: str) -
         if framework in strategy.adapters and compression in strategy.compressions
     )
     raise UsageError(
-        f"--compression {compression} is not for --strategy {record.name}: leave it out, or give "
+        f"--compression {compression} is not for --strategy {record.name}: omit it, or use "
         f"--strategy {others}"
     )

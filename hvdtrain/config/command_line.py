@@ -152,7 +152,7 @@ def _read_config(parser: Parser, path: Path, aliases: Mapping[str, str]) -> Opti
             if name == "config":
                 raise UsageError(f"{where}: must not be nested: name each file on the command line")
             if name in lines:
-                raise UsageError(f"{where}: line {lines[name]} sets the same option; leave one out")
+                raise UsageError(f"{where}: line {lines[name]} sets the same option: omit one")
             lines[name] = setting.line
         values |= line_values
     return values

@@ -18,16 +18,16 @@ def check(options: Options) -> Options:
         values = [getattr(options, name) for name in names]
         if all(value is not None and value is not False for value in values):  # 0 is a value
             first, second = (f"--{name.replace('_', '-')}" for name in names)
-            raise UsageError(f"{first} and {second} contradict each other: give one")
+            raise UsageError(f"{first} and {second} cannot be combined: omit one")
     if options.nesterov and (options.optimizer != "sgd" or not options.momentum):
         raise UsageError("--nesterov needs --optimizer sgd with --momentum")
     if options.accumulate_steps > 1 and options.sync_batchnorm:
         raise UsageError(
             "--sync-batchnorm needs the global batch in one pass, --accumulate-steps cuts it into "
-            "several: give one"
+            "several: omit one"
         )
     if options.compile and options.framework != "pytorch":
-        raise UsageError("--compile is for PyTorch only: leave it out with --framework tensorflow")
+        raise UsageError("--compile is for PyTorch only: omit it with --framework tensorflow")
     if options.stage and options.data is None:
         raise UsageError("--stage needs --data, a dataset packed by `hvdtrain pack`")
     if options.timeline_steps and options.timeline is None:
@@ -89,13 +89,13 @@ def _check_evaluation(options: Options) -> None:
     mode = "--evaluate-only" if options.evaluate_only else "--benchmark inference"
     mode = "--predict" if options.predict else mode
     if options.benchmark == "training":
-        raise UsageError(f"--benchmark training and {mode} contradict each other: give one")
+        raise UsageError(f"--benchmark training and {mode} cannot be combined: omit one")
     if not (options.benchmark or options.checkpoint or options.checkpoint_dir):
         raise UsageError(
             f"{mode} needs --checkpoint PATH or --checkpoint-dir DIR: the weights to evaluate"
         )
     if options.resume == "never":
-        raise UsageError(f"--resume never and {mode} contradict each other: leave one out")
+        raise UsageError(f"--resume never and {mode} cannot be combined: omit one")
     for name in ("timeline", "profile"):
         if getattr(options, name):
-            raise UsageError(f"--{name} records updates, and {mode} performs none: leave one out")
+            raise UsageError(f"--{name} records updates, and {mode} performs none: omit one")

@@ -154,7 +154,7 @@ def read(folder: Path) -> Checkpoint:
     state = read_state(folder)
     for name, digest in state["sha256"].items():
         if Path(name).name != name:  # any number of them could be read as the same large file
-            raise ValueError(f"{name!r} is no file name")
+            raise ValueError(f"{name!r} is not a file name")
         if name != STATE_FILE and file_digest(folder / name) != digest:
             raise ValueError(f"the checksum of {name} is wrong")
     return unchecked(folder, state)
@@ -172,7 +172,7 @@ def read_state(folder: Path) -> State:
     if _digest_of_state(state) != state["sha256"][STATE_FILE]:
         raise ValueError(f"the checksum of {STATE_FILE} is wrong")
     if type(state["step"]) is not int or state["step"] < 0:
-        raise ValueError(f"step {state['step']!r} is no number of updates")
+        raise ValueError(f"step {state['step']!r} is not a number of updates")
     return state
 
 

@@ -64,7 +64,7 @@ def read_settings(path: Path, example: str) -> list[Setting]:
         setting = Setting(str(key.value), _value(value), key.start_mark.line + 1)
         first = settings.setdefault(setting.name.replace("_", "-"), setting)
         if first is not setting:
-            message = f"{setting.name}: line {first.line} has the same key; leave one out"
+            message = f"{setting.name}: line {first.line} has the same key: omit one"
             raise UsageError(f"{path} line {setting.line}: {message}")
     return list(settings.values())
 

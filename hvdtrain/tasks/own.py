@@ -140,7 +140,7 @@ def joined(fields_class: Any, source: str) -> type[Options]:
     if isinstance(fields_class, type) and issubclass(fields_class, Options):
         return fields_class
     if not (isinstance(fields_class, type) and dataclasses.is_dataclass(fields_class)):
-        raise UsageError(f"{source}: Options is no dataclass")
+        raise UsageError(f"{source}: Options must be a dataclass")
     taken = {field.name for field in dataclasses.fields(Options)} | {"config", "help"}
     fields: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(fields_class):

@@ -60,8 +60,8 @@ def prepare_timeline(
         )
     if options.timeline and outside != DYNAMIC:
         raise UsageError(
-            f"--timeline {options.timeline} and HOROVOD_TIMELINE={outside} contradict each other: "
-            "use one"
+            f"--timeline {options.timeline} and HOROVOD_TIMELINE={outside} cannot be combined: "
+            "omit one"
         )
     if options.timeline:
         environ["HOROVOD_TIMELINE"] = DYNAMIC

@@ -490,7 +490,7 @@ def read_messages(data: bytes, folder: Path) -> None:
     here, there = socket.socketpair()
     detector = FailureDetector(0, [("node", "")] * 2, [])
     detector.on_report = Waits(0, ["node", "node"]).take
-    patches = {"leave": partial(_end, "ended"), "speak": mock.Mock()}
+    patches = {"leave": partial(_end, "ended"), "print_error": mock.Mock()}
     with here, there, contextlib.closing(detector.selector), contextlib.closing(detector):
         there.sendall(data[:65536])
         there.shutdown(socket.SHUT_WR)

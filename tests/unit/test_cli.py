@@ -172,7 +172,7 @@ def test_tab_in_a_terminal(completion: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["teach"], "unknown verb 'teach': choose one of install-horovod, doctor"),
-        (["train"], "'train' is no verb but a program: hvdtrain launch -n 2 -- python -m hvdtrain"),
+        (["train"], "'train' is a program, not a verb: hvdtrain launch -n 2 -- python -m hvdtrain"),
         (["timelin"], "unknown verb 'timelin': did you mean timeline?"),
         (["help", "lanch"], "unknown verb 'lanch': did you mean launch?"),
         (["compare", "--strategies", "ddp"], "missing command"),

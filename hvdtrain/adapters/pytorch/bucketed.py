@@ -62,9 +62,9 @@ class BucketedAdapter(PyTorchAdapter):
                 buckets.summing = True
 
     def _others_of(self, model: weakref.ref[Any], buckets: Buckets) -> list[torch.nn.Parameter]:
-        """Leave to ``buckets`` what it sums; return the model's parameters that no others sum."""
+        """Detach what ``buckets`` sums from others; return the parameters that none sums."""
         taken = {id(value) for value in buckets.parameters}
-        sums = [known for known in self.gradient_sums if known is buckets or known.leave(taken)]
+        sums = [known for known in self.gradient_sums if known is buckets or known.detach(taken)]
         self._all_buckets = sums
         left = [known for known in sums if known is not buckets]
         summed = {id(value) for known in left for value in (*known.parameters, *known.others)}

@@ -132,8 +132,8 @@ class Buckets:
             handle.remove()
         self._handles, self._nodes = [], []
 
-    def leave(self, parameters: set[int]) -> bool:
-        """Leave parameters, by their ids, to the sums of another optimizer.
+    def detach(self, parameters: set[int]) -> bool:
+        """Detach parameters, by their ids, that another optimizer sums from now on.
 
         Returns:
             Whether some remain: an optimizer of which any is taken must not be used any more.
@@ -153,7 +153,7 @@ class Buckets:
         type(optimizer).add_param_group(optimizer, param_group)
         self._sum_all(optimizer)
 
-    def _thaw(self) -> None:
+    def _add_unfrozen(self) -> None:
         """Sum from now on what was frozen; all ranks do so by the end of the same pass."""
         frozen, self._frozen = self._frozen, []
         for bucket in frozen:
@@ -173,7 +173,7 @@ class Buckets:
             # At the end of the pass, as in DDP and FSDP; there is no public API for it.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if bucket in self._frozen:
-            self._thaw()
+            self._add_unfrozen()
         if bucket.has(index):  # a second time, by a checkpoint; its memory may be on the way
             bucket.parameters[index].grad = None
 
@@ -202,7 +202,7 @@ class Buckets:
 
     def _sum(self, moment: int) -> None:
         """Sum all gradients as they are over the ranks, times the weights of their parts."""
-        self._thaw()
+        self._add_unfrozen()
         for bucket in self.buckets:
             bucket.fill_missing(self.hooks.weight)
         late = any(bucket.late for bucket in self.buckets)
@@ -226,7 +226,7 @@ class Buckets:
     def begin(self) -> None:
         """Begin a part."""
         self._summed = False
-        self._thaw()
+        self._add_unfrozen()
 
     def synchronize(self) -> None:
         """See ``Summing``."""

@@ -60,7 +60,7 @@ class JobOutcome:
 
     @property
     def mark(self) -> int | None:
-        """The exit code that rank 0 has left so far (``exit.leave_mark``); None: none."""
+        """The exit code that rank 0 has left so far (``exit.write_end_mark``); None: none."""
         content = os.pread(self._mark, MAX_MARK, 0).strip()
         return int(content) if content.isdigit() else None
 

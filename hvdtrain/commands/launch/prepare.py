@@ -35,7 +35,7 @@ from hvdtrain.system.machine.threads import (
     requested_threads,
 )
 from hvdtrain.system.runtime.command import Command, run
-from hvdtrain.system.runtime.walltime import QUERY_TIMEOUT, question
+from hvdtrain.system.runtime.walltime import QUERY_TIMEOUT, walltime_query
 from hvdtrain.system.settings import read_settings
 
 _CHUNK = re.compile(r"([^/+.]+)[^/+]*/\d+(?:\*(\d+))?")  # of exec_host: node1/0*2+node2/0*4
@@ -147,7 +147,7 @@ def with_host_cores(environ: Mapping[str, str], hosts: Sequence[Host]) -> Mappin
 
     It is the number for the fullest host with which no rank of any host gets more than its share.
     """
-    command = question(environ) if "PBS_NODEFILE" in environ else None
+    command = walltime_query(environ) if "PBS_NODEFILE" in environ else None
     text = run(command, timeout=QUERY_TIMEOUT).output.replace("\n\t", "") if command else ""
     line = re.search(r"^ *exec_host = (.*)$", text, re.MULTILINE)
     cores: Counter[str] = Counter()

@@ -302,7 +302,7 @@ def _parse(options: str) -> Job:
     for name in RESERVED:
         if getattr(arguments, name) != parser.get_default(name) and getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"--submit {options!r}: {option} is set by the sweep; remove it")
+            raise UsageError(f"--submit {options!r}: {option} is set by the sweep: omit it")
     return job_of(arguments)
 
 

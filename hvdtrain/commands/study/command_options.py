@@ -172,11 +172,11 @@ def check_measurable(words: Sequence[str], environ: Mapping[str, str]) -> None:
     if not words:
         raise UsageError(NO_COMMAND)
     if words[0].isdecimal():
-        raise UsageError(f"{words[0]!r} is no command: separate numbers by commas, as in 1,2,4")
+        raise UsageError(f"{words[0]!r} is not a command: separate numbers by commas, as in 1,2,4")
     file_options = config_options(words)
     for option, reason in REFUSED.items():
         if value_of(words, option) is not None or option in file_options:
             source = value_of(words, "--config") if option in file_options else "the command"
-            raise UsageError(f"{option} in {source}: {reason}; remove it")
+            raise UsageError(f"{option} in {source}: {reason}: omit it")
     if environ.get("HOROVOD_TIMELINE", DYNAMIC) != DYNAMIC:
         raise UsageError("HOROVOD_TIMELINE is set: recording slows a run down; unset it")

@@ -36,7 +36,7 @@ from hvdtrain.errors import (
 )
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.detect import detect, is_restarted
-from hvdtrain.system.runtime.outlive import MPIRUNS, impatient_parent, parent_among, write_after
+from hvdtrain.system.runtime.outlive import MPIRUNS, parent_among, terminating_parent, write_after
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ USAGE_TIMEOUT = 5.0
 FAILURE_TIMEOUT = 1.0
 LOSS_TIMEOUT = 0.3  # for the failure detector to report which rank a collective has lost
 PREEMPTED_TIMEOUT = 5.0  # for rank 0 to write the summary, after which all ranks exit together
-END_MARK = "HVDTRAIN_END_MARK"  # variable with the path of the file in ``leave_mark``
+END_MARK = "HVDTRAIN_END_MARK"  # variable with the path of the file in ``write_end_mark``
 MARK_NAME = "hvdtrain-end"  # of such a file in memory
 
 
@@ -185,11 +185,11 @@ def fail(
     message: str, *, code: int, wait: float = FAILURE_TIMEOUT, agreed: bool = False
 ) -> NoReturn:
     """Print ``message`` and exit with ``code``; a rank other than 0 waits for rank 0 first."""
-    speak(message, wait=wait, agreed=agreed)
+    print_error(message, wait=wait, agreed=agreed)
     leave(process_status.reported or code)
 
 
-def speak(
+def print_error(
     message: str, *, wait: float = FAILURE_TIMEOUT, agreed: bool = False, mpirun_ends: bool = False
 ) -> None:
     """Print why this process fails; the caller then ends it. See ``fail``.
@@ -202,7 +202,7 @@ def speak(
         agreed: all ranks have the same error, so that only rank 0 prints it.
         mpirun_ends: mpirun is about to end all ranks, and no longer forwards their output.
     """
-    claim_error_output()
+    claim_stderr()
     terminal.clear()
     launch, stage = detect(os.environ), process_status.stage
     if not launch.is_root:
@@ -219,7 +219,7 @@ def speak(
                 sys.stderr.write(line)
 
 
-def claim_error_output() -> None:
+def claim_stderr() -> None:
     """Return in the first thread that calls this; block any other one until the process ends."""
     if not _speaking.acquire(blocking=False):
         threading.Event().wait()
@@ -244,7 +244,7 @@ def announce(text: str, *, mpirun_ends: bool) -> None:
     line = f"{terminal.ERASE if terminal.columns() else ''}hvdtrain: {text}\n"
     with contextlib.suppress(OSError, RuntimeError):  # a signal may have interrupted a flush
         sys.stdout.flush()
-    if not (mpirun_ends and _write_beside(impatient_parent(MPIRUNS), line)):
+    if not (mpirun_ends and _write_beside(terminating_parent(MPIRUNS), line)):
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
 
@@ -302,7 +302,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def leave_mark() -> None:
+def write_end_mark() -> None:
     """Record in a file how this process, rank 0, ends; no-op if ranks are restarted.
 
     A launcher's exit code is not reliable: if a host dies while its network stays up, the mpirun of

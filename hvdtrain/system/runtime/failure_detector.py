@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
-from hvdtrain.system.runtime.exit import leave, leave_mark, process_status, speak
+from hvdtrain.system.runtime.exit import leave, print_error, process_status, write_end_mark
 from hvdtrain.system.runtime.outlive import end_mpirun
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def start(
     """
     detector = FailureDetector(rank, hosts, addresses)
     if rank == 0:
-        leave_mark()
+        write_end_mark()
     if len(hosts) > 1:
         detector.connect(gather(detector.endpoint()))
         process_status.at_exit.append(detector.send_last)
@@ -352,7 +352,7 @@ class FailureDetector:
             loss = f"{self._name(lost)} exited unexpectedly (crashed, or killed: out of memory?)"
         message = f"{loss}. {process_status.resume_hint()}"
         wait = 0.0 if lost else STAGGER * min(self.rank, LAST)
-        speak(message, wait=wait, mpirun_ends=not silent)
+        print_error(message, wait=wait, mpirun_ends=not silent)
         self._notify(LOST)
         if silent and end_mpirun():
             time.sleep(EXIT_TIMEOUT)

@@ -66,7 +66,7 @@ def is_ended_by_mpirun() -> bool:
     return parent_among(NAMES) is not None
 
 
-def impatient_parent(names: Sequence[str]) -> Path | None:
+def terminating_parent(names: Sequence[str]) -> Path | None:
     """Return ``parent_among(names)`` unless it blocks SIGTERM, after which it kills its ranks."""
     parent = parent_among(names)
     with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ def surviving_kill(action: Callable[[], object], *, expected: bool = False) -> I
     session, so that a batch system can kill it. It has only this thread, so ``action`` must not
     compute with a framework or call MPI.
     """
-    if threading.current_thread() is not threading.main_thread() or not impatient_parent(NAMES):
+    if threading.current_thread() is not threading.main_thread() or not terminating_parent(NAMES):
         yield
         return
     arrived, wake = os.pipe()
@@ -168,12 +168,12 @@ def end_with_parent(_: int = 0) -> None:
         multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
 
-    def obey() -> None:
+    def read_commands() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
             pass
         os._exit(1)
 
-    for wait in (watch, obey):
+    for wait in (watch, read_commands):
         threading.Thread(target=wait, name="end with parent", daemon=True).start()
 
 

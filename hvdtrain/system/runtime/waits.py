@@ -4,8 +4,8 @@ If only some ranks make such a call (``if rank == 0: save_checkpoint(...)``), th
 message from MPI. So every rank counts the calls that communicate, and the sums of gradients among
 them; its last one is the end of its program. A rank that has waited in one for ``REPORT_DELAY``
 seconds reports it to rank 0, on the connections of ``failure_detector``, and withdraws the report
-when the call ends. Call number n must be the same call on all ranks: ranks that wait in different calls
-(``_differ``) are ended at once. A rank that has not made the call may still do so; after
+when the call ends. Call number n must be the same call on all ranks: ranks that wait in different
+calls (``_differ``) are ended at once. A rank that has not made the call may still do so; after
 ``LATE_TIMEOUT`` seconds it is reported once.
 """
 

@@ -77,7 +77,7 @@ def ends_at(environ: Mapping[str, str] = os.environ) -> float | None:
         return _number(environ[ENDS])
     if (known := _number(environ.get("SLURM_JOB_END_TIME", ""))) is not None:
         return known
-    command = question(environ)
+    command = walltime_query(environ)
     result = run(command, timeout=QUERY_TIMEOUT) if command else None
     job = environ.get("SLURM_JOB_ID", "")
     left = read_answer(result.output, job) if result and result.ok else None
@@ -93,7 +93,7 @@ def seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:
     return None if ends is None else ends - time.time()
 
 
-def question(environ: Mapping[str, str]) -> Command | None:
+def walltime_query(environ: Mapping[str, str]) -> Command | None:
     """Return the command that queries the batch system for this job; None outside of a job."""
     # Slurm with PBS wrappers sets both; its qstat does not report the remaining time.
     if job := environ.get("SLURM_JOB_ID"):

@@ -181,7 +181,7 @@ def scan(split: Path, *, skip_broken: bool = False) -> ImageFolder:
         ]
         for path, is_file in images:
             if not (is_file or skip_broken):
-                raise broken_image(path, "it is no file")
+                raise broken_image(path, "it is not a file")
         if not images:
             raise UsageError(
                 f"{split / name} holds no image ({', '.join(ENDINGS)}): fill or remove it"

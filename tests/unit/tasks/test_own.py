@@ -115,7 +115,7 @@ def test_worker_processes_can_import_it(tmp_path: Path) -> None:
         ("raise ValueError('two\\nlines')\n", "my_task.py, line 1: ValueError: two lines"),
         ("", "my_task.py defines no function task"),
         ("task = 3\n", "my_task.py defines no function task"),
-        (TASK + "class Options:\n    x: int = 1\n", "my_task.py: Options is no dataclass"),
+        (TASK + "class Options:\n    x: int = 1\n", "my_task.py: Options must be a dataclass"),
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:

@@ -39,7 +39,7 @@ def test_variables_for_horovod(
     ("strategy", "environ", "message"),
     [
         ("single", {}, "--timeline .* --strategy single .* omit it"),
-        ("horovod", {"HOROVOD_TIMELINE": "a.json"}, "HOROVOD_TIMELINE=a.json contradict"),
+        ("horovod", {"HOROVOD_TIMELINE": "a.json"}, "HOROVOD_TIMELINE=a.json cannot be combined"),
     ],
 )
 def test_contradictions_are_refused(strategy: str, environ: dict[str, str], message: str) -> None:

@@ -41,7 +41,7 @@ def outcome() -> Iterator[JobOutcome]:
 
 def run_rank_0(outcome: JobOutcome, end: str) -> None:
     """Run a rank 0 that leaves its mark, then ``end``."""
-    begin = "from hvdtrain.system.runtime import exit; exit.leave_mark(); "
+    begin = "from hvdtrain.system.runtime import exit; exit.write_end_mark(); "
     run([sys.executable, "-c", begin + end], **outcome.environment)
 
 

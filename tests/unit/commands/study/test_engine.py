@@ -285,12 +285,12 @@ def test_a_removed_option_has_no_value(words: list[str]) -> None:
     ("words", "message"),
     [
         ([], "missing command"),
-        (["2", "--", "p"], "'2' is no command: separate numbers by commas"),
+        (["2", "--", "p"], "'2' is not a command: separate numbers by commas"),
         (["p", "--summary=x"], "--summary in the command"),
         (["p", "--metrics", "x"], "--metrics in the command"),
         (["p", "--checkpoint_dir", "x"], "--checkpoint-dir .* resume"),
         (["p", "--timeline", "x"], "--timeline .* slows"),
-        (["p", "--config={}"], "--checkpoint-dir in .*/options.yaml: .*; remove it"),
+        (["p", "--config={}"], "--checkpoint-dir in .*/options.yaml: .*: omit it"),
     ],
 )
 def test_commands_that_cannot_be_measured(words: list[str], message: str, tmp_path: Path) -> None:

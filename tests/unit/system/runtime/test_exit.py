@@ -136,7 +136,7 @@ def test_the_wait_is_real_and_within_the_limit() -> None:
 LOSS = """\
 import threading
 def say():
-    speak("rank 3 is lost", wait=0.0)
+    print_error("rank 3 is lost", wait=0.0)
     leave(1)
 threading.Timer(0.1, say).start()
 sys.modules[run_and_exit.__module__].LOSS_TIMEOUT = 5

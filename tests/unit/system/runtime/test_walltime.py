@@ -17,10 +17,10 @@ from hvdtrain.system.runtime.walltime import (
     Walltime,
     ends_at,
     parse_clock,
-    question,
     read_answer,
     seconds_left,
     show_clock,
+    walltime_query,
 )
 from tests.conftest import executable, run
 
@@ -66,9 +66,9 @@ def test_the_environment_takes_precedence() -> None:
 
 def test_the_query_of_each_batch_system() -> None:
     squeue = Command(("squeue", "-h", "-j", "7", "-o", "%A %L"))
-    assert question({"SLURM_JOB_ID": "7", "PBS_JOBID": "7"}) == squeue
-    assert question({"PBS_JOBID": "7[1].server"}) == Command(("qstat", "-f", "7[1].server"))
-    assert question({}) is None
+    assert walltime_query({"SLURM_JOB_ID": "7", "PBS_JOBID": "7"}) == squeue
+    assert walltime_query({"PBS_JOBID": "7[1].server"}) == Command(("qstat", "-f", "7[1].server"))
+    assert walltime_query({}) is None
 
 
 @pytest.mark.parametrize(
