@@ -30,8 +30,8 @@ BLOCK = re.compile(rb"^%b.*?^%b" % (RULE, RULE), re.MULTILINE | re.DOTALL)
 ENDING = re.compile(rb"non-zero (?:status|exit\s+code)|exited\s+on\s+signal")  # of a rank
 # The periodic message of a rank that waits for another one (``waits``): no sign of progress.
 WAITING = re.compile(rb"hvdtrain: \d+ s in [^\n]* waiting for ")
-# Messages with the reason of a rank's end: those of hvdtrain (``exit.print_error``, ``announce``), a
-# traceback, an error of the interpreter, an error of a command line.
+# Messages with the reason why a rank ends: those of hvdtrain (``exit.print_error``, ``announce``),
+# a traceback, an error of the interpreter, an error of a command line.
 REASON = re.compile(
     rb"hvdtrain: (?:error|failed|interrupted|rank \d+ on|SIG[A-Z]+\d?:)"
     rb"|Traceback \(most recent call last\)|[\w.-]+: error: "
