@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.rank_buffers import separate_buffers
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError, escaped
@@ -44,7 +45,7 @@ DIFFERENT = (
 
 
 OPTIONS = "optimizer_options"  # in the state of a ``Checkpoint``
-Groups = list[dict[str, Any]]
+Groups = list[JsonValues]
 """Numbers of an optimizer (learning rate, momentum, ...) by name, for each parameter group."""
 
 
