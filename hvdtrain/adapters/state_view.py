@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.rank_buffers import separate_buffers
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError, escaped
@@ -45,7 +44,7 @@ DIFFERENT = (
 
 
 OPTIONS = "optimizer_options"  # in the state of a ``Checkpoint``
-Groups = list[JsonValues]
+Groups = list[dict[str, object]]
 """Numbers of an optimizer (learning rate, momentum, ...) by name, for each parameter group."""
 
 
