@@ -185,8 +185,9 @@ class CommonAdapter(StateAdapter):
 
         Ranks that sum no gradients cannot know it: some may be saving.
         """
-        unsummed = Flags(self.stop_wanted, saving=self.is_saving or self.world.size > 1)
-        agreed = [optimizer.flags for optimizer in self.gradient_sums] or [unsummed]
+        if not self.gradient_sums:
+            return Flags(self.stop_wanted, saving=self.is_saving or self.world.size > 1)
+        agreed = [optimizer.flags for optimizer in self.gradient_sums]
         return Flags(*map(any, zip(*agreed, strict=True)))
 
     @property

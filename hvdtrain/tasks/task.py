@@ -123,8 +123,8 @@ class Task(ABC):
             The mean loss over the batch, a scalar tensor (0 for a stand-in), asynchronous.
 
         If the gradients are not finite, ``not_finite`` is set on every rank, and no rank has
-        changed its weights. (Loss scaling, of fp16, instead skips such steps and reduces the
-        scale.)
+        changed its weights or running statistics. (Loss scaling, of fp16, instead skips such steps
+        and reduces the scale.)
         """
 
     def updates_left_out(self) -> int:

@@ -23,15 +23,10 @@ from hvdtrain.system.machine import accelerator
 from hvdtrain.tasks.augmented import augmented, edges
 from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of, unknown_class
+from hvdtrain.tasks.guard_pytorch import Guard, is_fused, values
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
 from hvdtrain.tasks.moving_average import MovingAverage
-from hvdtrain.tasks.optimizers_pytorch import (
-    Guard,
-    Layerwise,
-    is_fused,
-    local,
-    make_optimizer,
-)
+from hvdtrain.tasks.optimizers_pytorch import Layerwise, local, make_optimizer
 from hvdtrain.tasks.task import LossScale, NotFinite, Task
 
 Losses = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -150,6 +145,7 @@ class TorchTask(Task):
         self.scale = tuple(
             torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale or (1, 0)
         )
+        self._zero, self._one = self.scale[0].new_tensor([0, 1])
         self.low_precision = LOW_PRECISION.get(options.precision)
         scaled = options.precision == "fp16" and on_gpu
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
@@ -157,29 +153,46 @@ class TorchTask(Task):
         self._guard: Guard | None = None
 
     def _input(self, pixels: torch.Tensor) -> torch.Tensor:
-        pixels = self._copy(pixels)
         if self._keeps_integers and pixels.dtype in WIDE_INTEGERS:
             return pixels
         return network_input(pixels, self.dtype, self.scale, self._layout)
 
     @override
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> torch.Tensor:
+        if self._guard is None:  # the strategy has distributed model and optimizer
+            self._guard = Guard(self.model, self.optimizer, self.sum_shards)
+            self.model.train()
+        if not self.model.training:  # after an evaluation
+            self.model.train()
+        deferred = self.deferred
+        self._guard.begin(deferred=deferred)
         self._seed(seed)
         batch = self._on_device(batch)
-        if self._guard is None:
-            self._guard = Guard(self.model, self.optimizer)
-        if self.deferred or self.scaler.is_enabled():
-            self._guard.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = torch.zeros((), dtype=self.dtype, device=self.device)
+            for parameter in group["params"]:
+                parameter.grad = None  # zero_grad() takes as long as a small net's forward pass
         *pieces, last = self._pieces(batch)
+        losses = []
         for piece in pieces:
             with self.no_sync():
-                loss += self._backward(piece, batch.count)
-        loss += self._backward(last, batch.count)
-        self._step(batch, loss, seed)
+                losses.append(self._backward(piece, batch.count))
+        losses.append(self._backward(last, batch.count))
+        loss = sum(losses[1:], losses[0])
+        self.not_finite = None
+        if deferred:
+            self._guard.defer()
+        elif not self.scaler.is_enabled() and not self._guard.is_finite():
+            self.not_finite = self._describe(batch, loss, seed)
+            self._guard.restore()
+            return loss
+        if self.options.clip_norm:
+            self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(self._guard.parameters, self.options.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scaler.is_enabled():
+            self._guard.keep_finite()
         return loss
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -217,22 +230,6 @@ class TorchTask(Task):
     def deferred(self) -> bool:
         return self.may_defer and not self.scaler.is_enabled() and is_fused(self.optimizer)
 
-    def _step(self, batch: Batch, loss: torch.Tensor, seed: int) -> None:
-        """Make the optimizer's step, unless the gradients of ``batch`` are not finite."""
-        self.not_finite = None
-        if self.deferred and self._guard:
-            self._guard.end(self._sums())
-        elif not self.scaler.is_enabled() and (bad := self._not_finite()):
-            self.not_finite = NotFinite(bad, self._local_cause(batch, loss, seed))
-            return
-        if self.options.clip_norm:
-            self.scaler.unscale_(self.optimizer)
-            clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        if self._guard and self.scaler.is_enabled():
-            self._guard.keep_finite()
-
     @property
     @override
     def loss_scale(self) -> LossScale | None:
@@ -261,12 +258,13 @@ class TorchTask(Task):
         whose gradients weigh 0.
         """
         self.leave_out(piece.stand_in)
-        loss = self._loss(piece, count)
+        losses = self._forward(piece)
+        loss = losses.detach().sum() / max(1, count)
         # A loss that is not finite makes the gradients so, which inform all ranks.
-        scaled = self.scaler.scale(loss * (1 + 0 * loss.detach()))
-        (scaled * 0 if piece.stand_in else scaled).backward()
+        factor = self.scaler.scale(torch.addcmul(self._one, self._zero, loss)) / max(1, count)
+        losses.backward((factor * 0 if piece.stand_in else factor).expand_as(losses))
         self.leave_out(False)
-        return torch.zeros_like(loss) if piece.stand_in else loss.detach()
+        return self._zero if piece.stand_in else loss.to(self.dtype)
 
     def _seed(self, seed: int) -> None:
         # torch.manual_seed would also record the seed, with the text of the stack, for each unused
@@ -275,15 +273,14 @@ class TorchTask(Task):
         if self.device.type != accelerator.CPU:
             accelerator.seed(seed)  # of all devices of this process
 
-    def _loss(self, batch: Batch, count: int) -> torch.Tensor:
-        """Return the sum of the losses of ``batch`` over ``count``, the samples of an update."""
-        self.model.train()
-        with torch.autocast(
-            self.device.type, self.low_precision, enabled=self.low_precision is not None
-        ):
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """Make the forward pass; return the loss of each sample."""
+        lowered: AbstractContextManager[Any] = nullcontext()
+        if self.low_precision:
+            lowered = torch.autocast(self.device.type, self.low_precision)
+        with lowered:
             output = self.model(self._training_input(batch))
-        losses = self._training_loss(output.to(self.dtype), batch)
-        return losses.sum() / max(1, count)
+        return self._training_loss(output.to(self.dtype), batch)
 
     def _training_input(self, batch: Batch) -> torch.Tensor:
         x = self._input(batch.x)
@@ -305,29 +302,22 @@ class TorchTask(Task):
 
     def _each(self, function: Losses, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         losses = function(output, y)
-        if losses.shape != (len(y),):
+        if losses.shape != y.shape[:1]:
             raise UsageError(
                 f"the losses of {len(y)} samples have the shape {tuple(losses.shape)}: a task "
                 "must return one per sample"
             )
         return losses
 
-    @torch.no_grad()
-    def _sums(self) -> torch.Tensor:
-        """Return the sum of each gradient, in the order of the parameters; 0: no gradient.
-
-        A sum is not finite if a term is not, or if it overflows, so one pass detects both.
-        """
-        none = self.scale[0].new_zeros(())
-        sums = [none if p.grad is None else local(p.grad).sum() for p in self.model.parameters()]
-        summed: torch.Tensor = self.sum_shards(torch.stack(sums))
-        return summed
-
-    def _not_finite(self) -> str:
-        """Return the name of the first parameter whose gradient is not finite; empty: none."""
-        finite = self._sums().isfinite().tolist()
-        named = [name for name, _ in self.model.named_parameters()]
-        return "" if all(finite) else named[finite.index(False)]
+    def _describe(self, batch: Batch, loss: torch.Tensor, seed: int) -> NotFinite:
+        """Return which gradient of ``batch`` is not finite; all ranks call it."""
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        bad = [
+            self._zero if p.grad is None else (~values(p.grad).isfinite()).any().to(self.dtype)
+            for p in parameters
+        ]
+        first = int(self.sum_shards(torch.stack(bad)).nonzero()[0])
+        return NotFinite(names[first], self._local_cause(batch, loss, seed))
 
     def _local_cause(self, batch: Batch, loss: torch.Tensor, seed: int) -> str:
         """Return the cause on this rank, from its recomputed local gradients."""
@@ -337,7 +327,7 @@ class TorchTask(Task):
             return ""
         self._seed(seed)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        loss = self._loss(batch, batch.count)
+        loss = self._forward(batch).sum() / batch.count
         gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
         for (name, _), gradient in zip(named, gradients, strict=True):
             if gradient is not None and not gradient.isfinite().all():
@@ -349,7 +339,7 @@ class TorchTask(Task):
     def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
         self.model.eval()
         y = self._copy(batch.y)
-        output = self.model(self._input(batch.x)).to(self.dtype)
+        output = self.model(self._input(self._copy(batch.x))).to(self.dtype)
         for metric in metrics:
             metric.update(Batch(batch.x, y.cpu().numpy()), output.double().cpu().numpy())
         return float(self._each(self.losses, output, y).double().sum())
@@ -363,7 +353,7 @@ class TorchTask(Task):
 
     @override
     def loss_values(self, losses: list[Any]) -> list[float]:
-        return torch.stack(losses).tolist() if losses else []
+        return torch.stack(losses).tolist() if len(losses) > 1 else [each.item() for each in losses]
 
 
 def network_input(

@@ -187,14 +187,20 @@ class TFTask(Task):
         for index, state in enumerate(self._seeds):
             state.assign(tf.cast(tf.stack([seed, index]), state.dtype))
         variables = self.model.trainable_variables
-        others = self.model.non_trainable_variables if self._scales_loss else []
-        before = [tf.identity(variable.value) for variable in others]
+        others = [v for v in self.model.non_trainable_variables if v.value.dtype.is_floating]
+        before = [tf.identity(v.value) for v in others]  # e.g. running statistics
         loss, gradients = self._accumulated(Batch(**tensors), stand_in)
-        for variable, value in zip(others, before, strict=True):
-            if variable.value.dtype.is_floating:  # e.g. running statistics of a skipped update
-                finite = tf.math.is_finite(variable.value)
-                variable.assign(tf.where(finite, variable.value, value))
-        return loss, *self._apply(gradients, variables, learning_rate)
+        bad, local = self._apply(gradients, variables, learning_rate)
+
+        def restore() -> Any:
+            for variable, value in zip(others, before, strict=True):
+                keep = self._scales_loss & tf.math.is_finite(variable.value)
+                variable.assign(tf.where(keep, variable.value, value))
+            return tf.constant(True)
+
+        # A loss scaler does not say whether it has skipped the update.
+        tf.cond((bad < 0) & (not self._scales_loss), lambda: tf.constant(False), restore)
+        return loss, bad, local
 
     def _accumulated(self, batch: Batch, stand_in: Any) -> tuple[Any, list[Any]]:
         """Return mean loss and gradients of a batch, in ``--accumulate-steps`` passes."""

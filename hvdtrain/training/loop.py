@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
 
 from hvdtrain.adapters.preemption import Preemption, wait_for_agent
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, CheckpointError, TrainingError
@@ -37,10 +36,6 @@ log = logging.getLogger(__name__)
 
 LINES_PER_EPOCH = 20  # log intervals
 EARLY = (Stopped.PREEMPTED, Stopped.DIVERGED)
-
-
-class _RepeatError(Exception):
-    """The epoch is to be continued from ``TrainingLoop.now``."""
 
 
 class TrainingLoop:
@@ -107,6 +102,7 @@ class TrainingLoop:
             stopped = self._train()
         except TrainingError as error:
             if error.agreed:
+                self._save_before_error()
                 self._end(Stopped.DIVERGED)
             raise
         self._end(stopped)
@@ -118,14 +114,10 @@ class TrainingLoop:
         return EXIT_PREEMPTED
 
     def _train(self) -> Stopped:
-        last = self.plan.num_steps
-        beyond = last is not None and self.now.step > last  # resumed beyond the end
+        beyond = self._is_beyond_end
         stopped = self._finished()
         while stopped is None:
-            try:
-                stopped = self._updates() or self._end_epoch()
-            except _RepeatError:
-                continue
+            stopped = self._train_epoch()
         if stopped is not Stopped.PREEMPTED and not self._evaluate():
             stopped = Stopped.PREEMPTED
         # Before the save: afterwards the launcher may already have ended a rank.
@@ -153,42 +145,121 @@ class TrainingLoop:
         """Whether the updates of the epoch are done, but not ``_end_epoch``."""
         return self.now.position.consumed >= self.shards.samples
 
+    @property
+    def _is_beyond_end(self) -> bool:
+        """Whether the training was resumed after more updates than ``--num-steps``."""
+        return self.plan.num_steps is not None and self.now.step > self.plan.num_steps
+
     def _finished(self) -> Stopped | None:
-        last, step = self.plan.num_steps, self.now.step
-        # At the end of an epoch only after ``_end_epoch``, unless resumed beyond the last step.
-        if last is not None and step >= last + self._at_epoch_end:
+        if self._is_beyond_end:
+            return Stopped.STEPS
+        if self._at_epoch_end:
+            return None
+        if self.now.step == self.plan.num_steps:
             return Stopped.STEPS
         return Stopped.FINISHED if self.now.position.epoch >= self.plan.epochs else None
 
-    def _updates(self) -> Stopped | None:
-        """Train to the end of the epoch's updates, or to a stop; return its reason."""
+    @property
+    def _pauses(self) -> bool:
+        """Whether the end of the epoch or of the training follows."""
+        return self._at_epoch_end or self._finished() is not None
+
+    def _train_epoch(self) -> Stopped | None:
+        """Train from ``now`` to the end of its epoch; return the reason of a stop.
+
+        It also returns, without one, after an update that was not made: call it again.
+        """
         parts = self.shards.parts(self.now.position.epoch, self.now.position.consumed)
         self.clock.resume()
         for part, batch in self.clock.fetching(self.task.train.training(parts)):
-            self._update(part, batch)
+            if not self.train_step(part, batch):
+                return None
             if self._wants_stop():
-                self._read_losses()
                 return Stopped.PREEMPTED
             if self.now.step % self.read_every == 0:
                 self.checkpoints.poll()
             self._check_replicas()
             if reason := self._finished():
-                self._read_losses()
                 self.now.train_loss = self.losses.of_epoch(self.now)
                 return reason
             if self.checkpoints.is_due(self.now.step) and not self._at_epoch_end:
                 self._save()
                 self.clock.resume()
-        return None
+        return self._end_epoch()
+
+    def train_step(self, part: Part, batch: Batch) -> bool:
+        """Make the update of ``part``; return whether it and those before it were made.
+
+        If not, the training continues at ``now``: after ``part``, or before an earlier one that a
+        GPU has skipped. All ranks call it, and return the same.
+        """
+        now, task = self.now, self.task
+        process_status.stage = f"step {now.step + 1}"
+        self.timeline.enter(now.step)
+        self.profile.enter(now.step)
+        rate = self.rate(part.start.epoch + part.start.consumed / self.shards.samples)
+        seed = seed_of(self.options.seed, now.step, self.adapter.world.rank)
+        if part.stand_in:
+            batch = dataclasses.replace(batch, stand_in=True)
+        with self.shards.step(part):
+            loss = task.update(batch, learning_rate=rate, seed=seed)
+        if task.not_finite:
+            self.on_nan.skip(now, part, task.not_finite, self.show.message)
+            self.losses.read(now)
+            return False
+        self.on_nan.note_update()
+        now.step += 1
+        now.samples += part.global_count
+        now.position = Position(part.start.epoch, part.start.consumed + part.global_count)
+        now.metrics = None
+        self.losses.unread.append((part, loss))
+        if not self._read_losses():
+            return False
+        self._record(part, rate)
+        return True
+
+    def _read_losses(self) -> bool:
+        """Read the losses, which synchronizes with a GPU, if what follows this step needs them.
+
+        Return False if some of the updates were not made: ``now`` is before the first of those.
+        """
+        step = self.now.step
+        regular = step % self.read_every == 0 or step % self.log_every == 0
+        if not (regular or self._pauses or self.checkpoints.is_due(step)):
+            return True
+        unmade = self.losses.read(self.now)
+        if self.adapter.meter:
+            self.adapter.meter.sample()
+        if unmade:
+            self.on_nan.go_back(self.now, unmade)
+            return False
+        self.on_nan.check_loss_scale(step)
+        return True
+
+    def _record(self, part: Part, rate: float) -> None:
+        """Record the time of the step that has just ended, and show its progress."""
+        step = self.now.step
+        profiled = self.profile.leave(step, pauses=self._pauses)
+        recorded = self.timeline.leave(step)
+        # The first update of a size compiles the model; each rank's part has its own.
+        compiles = self.options.compile and part.global_count not in self.compiled
+        self.compiled.add(part.global_count)
+        self.clock.step(
+            part.global_count,
+            counts=not (compiles or profiled or recorded),
+            blocked=self.adapter.blocked_seconds,
+        )
+        self.show.advance(step)
+        if step % self.log_every == 0:
+            self._log(part, rate)
 
     def _end_epoch(self) -> Stopped | None:
-        """Evaluate, save and record the epoch whose updates are done; return as ``_updates``.
+        """Evaluate, save and record the epoch whose updates are done; return as ``_train_epoch``.
 
         Until the evaluation is done, the position remains at the end of that epoch: a training
         that resumes there repeats this method.
         """
         epoch = self.now.position.epoch
-        self._read_losses()
         self.now.train_loss = self.losses.of_epoch(self.now)
         if self._evaluates_after(epoch):
             if self.checkpoints.is_due(self.now.step):
@@ -232,84 +303,23 @@ class TrainingLoop:
         return self.now.step % self.read_every == 0 and self.adapter.flags_agreed.stop
 
     def _watch_walltime(self) -> None:
+        if self.preemption.walltime.ends is None:
+            return
         self.preemption.walltime.saved(self.checkpoints.longest)
         self.preemption.watch_walltime(self.clock.longest_recent(self.read_every))
 
-    def _update(self, part: Part, batch: Batch) -> None:
-        process_status.stage = f"step {self.now.step + 1}"
-        self.timeline.enter(self.now.step)
-        self.profile.enter(self.now.step)
-        epochs = part.start.epoch + part.start.consumed / self.shards.samples
-        seed = seed_of(self.options.seed, self.now.step, self.adapter.world.rank)
-        before = self.on_nan.buffers()
-        with self.shards.step(part):
-            batch = dataclasses.replace(batch, stand_in=part.stand_in)
-            loss = self.task.update(batch, learning_rate=self.rate(epochs), seed=seed)
-        if self.task.not_finite:
-            with self._saving_before_error():
-                self.on_nan.leave_out(self.now, part, before, self.show.message)
-            raise _RepeatError
-        self.on_nan.note_update()
-        self.now.step += 1
-        self.now.samples += part.global_count
-        consumed = part.start.consumed + part.global_count
-        self.now.position = Position(part.start.epoch, consumed)
-        self.now.metrics = None
-        self.losses.unread.append((part, loss))
-        if self.now.step % self.read_every == 0 or self.now.step % self.log_every == 0:
-            self._read_losses(in_step=True)
-            with self._saving_before_error():
-                self.on_nan.check_loss_scale(self.now.step)
-        pauses = part.end.epoch > part.start.epoch or self._finished() is not None
-        profiled = self.profile.leave(self.now.step, pauses=pauses)
-        recorded = self.timeline.leave(self.now.step) or profiled
-        self.clock.step(
-            part.global_count,
-            counts=not (self._compiles(part) | recorded),
-            blocked=self.adapter.blocked_seconds,
-        )
-        self.show.advance(self.now.step)
-        if self.now.step % self.log_every == 0:
-            self._log(part, epochs)
-
-    def _compiles(self, part: Part) -> bool:
-        """Return whether the update of ``part`` compiled the model: the first of its size."""
-        size = part.global_count  # determines the size of each rank's part
-        new = self.options.compile and size not in self.compiled
-        self.compiled.add(size)
-        return new
-
-    def _read_losses(self, *, in_step: bool = False) -> None:
-        """Read the losses of the latest updates; raise if one is not finite.
-
-        This synchronizes with a GPU: within a step (``in_step``) the time counts for that step,
-        otherwise it is added to the last one.
-
-        Raises:
-            _RepeatError: some of those updates were not made.
-        """
-        extends = self.losses.unread and not in_step
-        unmade = self.losses.read(self.now)
-        if extends:
-            self.clock.extend()
-        if self.adapter.meter:
-            self.adapter.meter.sample()
-        if unmade:
-            self.on_nan.go_back(self.now, unmade)
-            raise _RepeatError
-
-    def _log(self, part: Part, epochs: float) -> None:
+    def _log(self, part: Part, rate: float) -> None:
         with self.clock.timing_collective():
             loss, step_loss = self.losses.of_interval(self.now)
-        rate = self.clock.recent_rate(self.log_every)
+        speed = self.clock.recent_rate(self.log_every)
         record = {
             "step": self.now.step,
             "epoch": part.start.epoch,
             "loss": loss,
             "step_loss": step_loss,
-            "learning_rate": self.rate(epochs),
-            "images_per_second": rate,
-            "seconds_per_step": self.plan.global_batch / rate if rate else 0.0,
+            "learning_rate": rate,
+            "images_per_second": speed,
+            "seconds_per_step": self.plan.global_batch / speed if speed else 0.0,
         }
         if self.adapter.meter and self.adapter.meter.recent is not None:
             record["gpu_busy"] = self.adapter.meter.recent
@@ -344,24 +354,18 @@ class TrainingLoop:
         return measured(self.task.metrics, self.now.metrics or {})
 
     def _save(self, *, last: bool = False) -> None:
-        self._read_losses()
         self.checkpoints.save(self.now, self._finished(), last=last)  # step 7
 
-    @contextlib.contextmanager
-    def _saving_before_error(self) -> Iterator[None]:
-        """Save if a ``TrainingError`` ends the training; if that fails, it remains the error."""
+    def _save_before_error(self) -> None:
+        """Save before a ``TrainingError`` of all ranks ends the training; it remains the error."""
         try:
-            yield
-        except TrainingError:
-            try:
-                with contextlib.suppress(TrainingError):
-                    # Here one rank alone may find a loss that is not finite.
-                    self.adapter.communicator.together(self._read_losses)
-                    self._save(last=True)
-            except CheckpointError as error:
-                text = str(error)
-                self.adapter.communicator.on_root(lambda: log.warning("%s", text))
-            raise
+            with contextlib.suppress(TrainingError):
+                # Here one rank alone may find a loss that is not finite.
+                self.adapter.communicator.together(lambda: self.losses.read(self.now))
+                self._save(last=True)
+        except CheckpointError as error:
+            text = str(error)
+            self.adapter.communicator.on_root(lambda: log.warning("%s", text))
 
     def _sum_up(self, stopped: Stopped) -> None:
         messages = self.adapter.gradient_messages

@@ -8,7 +8,6 @@ from typing import Any
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.errors import TrainingError
-from hvdtrain.steps.checkpoint_files import Arrays
 from hvdtrain.steps.integrity import rank_names
 from hvdtrain.steps.sharding import Part, Position
 from hvdtrain.system.runtime.exit import agreed
@@ -91,19 +90,6 @@ class OnNan:
         self._consecutive = 0  # number of updates skipped without one made since
         self._may_defer = task.may_defer = task.may_defer or adapter.has_gpu
 
-    def buffers(self) -> Arrays:
-        """Return copies of the buffers, if the next update may be skipped at once.
-
-        The copy takes time on a GPU: deferred updates restore buffers by themselves, fp16 skips
-        none, and to end the training only a repeated update needs it there.
-        """
-        repeated = self._may_defer and not self._task.may_defer
-        copied = self._mode == "skip" or not self._adapter.has_gpu
-        at_once = not self._task.deferred and self._task.options.precision != "fp16"
-        if repeated or (copied and at_once):
-            return self._adapter.view(self._task.model).buffers()
-        return {}
-
     def note_update(self) -> None:
         """Record that an update was made, or is deferred."""
         self._consecutive = 0
@@ -129,20 +115,18 @@ class OnNan:
         self._adapter.samples_seen -= sum(part.count for part in parts)
         self._task.may_defer = False
 
-    def leave_out(
-        self, now: TrainState, part: Part, buffers: Arrays, show: Callable[[str], None]
+    def skip(
+        self, now: TrainState, part: Part, reason: NotFinite, show: Callable[[str], None]
     ) -> None:
-        """Handle the skipped update of ``part`` according to ``--on-nan``.
+        """Handle the update of ``part``, which was not made, according to ``--on-nan``.
 
-        The ``buffers`` are those before that update. The training continues after ``part``.
+        The training continues after ``part``.
 
         Raises:
             TrainingError: on every rank, if the training ends.
         """
-        self._adapter.view(self._task.model).set_local_buffers(buffers)
         self._adapter.samples_seen -= part.count  # they weigh the running statistics of this rank
-        assert self._task.not_finite
-        trouble = self._report(now, part, self._task.not_finite)
+        trouble = self._report(now, part, reason)
         if self._mode == "skip" and self._consecutive < MOST_SKIPPED:
             self._consecutive += 1
             now.skipped += 1
@@ -157,13 +141,13 @@ class OnNan:
             )
         raise agreed(TrainingError(trouble + remedy))
 
-    def _report(self, now: TrainState, part: Part, trouble: NotFinite) -> str:
+    def _report(self, now: TrainState, part: Part, reason: NotFinite) -> str:
         """Return which ranks' gradients were not finite; all ranks must call it."""
-        causes = self._adapter.communicator.gather(trouble.local.encode())
+        causes = self._adapter.communicator.gather(reason.local.encode())
         hosts = [facts.host for facts in self._adapter.ranks]
         ranks = [rank for rank, cause in enumerate(causes) if cause]
         owners = ", ".join(f"{rank_names([r], hosts)}: {causes[r].decode()}" for r in ranks[:4])
         return (
             f"the gradients of step {now.step + 1} (epoch {part.start.epoch + 1}) are not "
-            f"finite, {trouble.parameter} first ({owners or 'rank unknown'})"
+            f"finite, {reason.parameter} first ({owners or 'rank unknown'})"
         )

@@ -135,13 +135,6 @@ class Clock:
         seconds = sum(self.seconds[-steps:])
         return sum(self.images[-steps:]) / seconds if seconds else 0.0
 
-    def extend(self) -> None:
-        """Extend the last step until now."""
-        now = time.perf_counter()
-        if self.seconds:
-            self.seconds[-1] += now - self._last
-        self._last = now
-
     def longest_recent(self, steps: int) -> float:
         """Return the longest duration of ``steps`` steps, in seconds, by the last hundred.
 

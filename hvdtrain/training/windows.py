@@ -155,7 +155,7 @@ class ProfileWindow(_Window):
             self._open, self.recorded = True, str(self.folder)
             if self._is_profiled:
                 self._start()
-        if self._number != step + 1:  # also if an update is repeated
+        if self._open and self._number != step + 1:  # also if an update is repeated
             self._begin(step + 1)
 
     def leave(self, step: int, *, pauses: bool = False) -> bool:

@@ -209,6 +209,24 @@ def test_an_update_that_the_loss_scaler_skips_leaves_finite_statistics_in_tensor
     assert all(np.isfinite(variable.numpy()).all() for variable in task.model.variables)
 
 
+def test_an_update_that_is_not_made_changes_no_variable_in_tensorflow() -> None:
+    keras = pytest.importorskip("keras")
+    from hvdtrain.tasks import training_step_tensorflow as tensorflow
+    from hvdtrain.tasks.dataset import Batch
+
+    options = replace(Options(), precision="fp32", device="cpu", weight_decay=0.0)
+    layers = [keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    data = tensorflow.InMemory(np.zeros((1, 3), np.float32), np.zeros(1, np.int64), "/CPU:0")
+    task = tensorflow.TFTask(keras.Sequential([keras.Input((3,)), *layers]), options, data, None)
+    x, y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 0, 1])
+    task.update(Batch(x, y), learning_rate=0.1, seed=1)
+    before = [variable.numpy() for variable in task.model.variables]
+    task.update(Batch(np.where(x == 5, np.nan, x), y), learning_rate=0.1, seed=1)
+    assert task.not_finite and task.not_finite.local == "its loss is nan"
+    for variable, value in zip(task.model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
 def linear(framework: str) -> tuple[Any, Any]:
     """Return the module of a framework's task, and a linear model of two inputs and classes."""
     module: Any

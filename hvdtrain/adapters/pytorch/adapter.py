@@ -220,14 +220,6 @@ class TorchView(StateView):
         }
 
     @override
-    def buffers(self) -> Arrays:
-        return {
-            name: array_of(value).copy()
-            for name, value in unwrapped(self.model).named_buffers()
-            if value.is_floating_point() or value.is_contiguous()  # expanded: cannot be written
-        }
-
-    @override
     def set_local_buffers(self, arrays: Arrays) -> None:
         for name, value in unwrapped(self.model).named_buffers():
             if name in arrays:

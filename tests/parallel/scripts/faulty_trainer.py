@@ -149,12 +149,12 @@ def hang() -> None:
 
 def crash(how: str) -> None:
     """End rank 1 after step 3, in one of several ways."""
-    update = TrainingLoop._update
+    update = TrainingLoop.train_step
 
-    def crashing(run: TrainingLoop, *arguments: Any) -> None:
-        update(run, *arguments)
+    def crashing(run: TrainingLoop, *arguments: Any) -> bool:
+        made = update(run, *arguments)
         if run.now.step != 3 or RANK != 1:
-            return
+            return made
         print("crashing", time.time(), file=sys.stderr, flush=True)
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -164,7 +164,7 @@ def crash(how: str) -> None:
             sys.exit(3)
         raise MemoryError("no memory left")
 
-    TrainingLoop._update = crashing  # type: ignore[method-assign]
+    TrainingLoop.train_step = crashing  # type: ignore[method-assign]
 
 
 def stop(when: str, step: str) -> None:
@@ -172,14 +172,14 @@ def stop(when: str, step: str) -> None:
 
     Or lose rank 1 in that evaluation (``lost``).
     """
-    update, evaluation, last = TrainingLoop._update, loop_module.evaluate, int(step)
+    update, evaluation, last = TrainingLoop.train_step, loop_module.evaluate, int(step)
     loops: list[TrainingLoop] = []
 
-    def updated(run: TrainingLoop, *arguments: Any) -> None:
+    def updated(run: TrainingLoop, *arguments: Any) -> bool:
         loops[:] = [run]
         if when == "update" and run.now.step == last - 1 and RANK == 1:
             run.preemption.want_stop("a test")
-        update(run, *arguments)
+        return update(run, *arguments)
 
     def evaluated(*arguments: Any, **named: Any) -> Any:
         if loops and loops[0].now.step == last and RANK == 1:
@@ -189,29 +189,33 @@ def stop(when: str, step: str) -> None:
                 loops[0].preemption.want_stop("a test")
         return evaluation(*arguments, **named)
 
-    TrainingLoop._update, loop_module.evaluate = updated, evaluated  # type: ignore[method-assign]
+    TrainingLoop.train_step, loop_module.evaluate = updated, evaluated  # type: ignore[method-assign]
 
 
 def full(first: str, last: str) -> None:
     """Let the kernel refuse to write files, after update ``first`` until update ``last``."""
-    update = TrainingLoop._update
+    update = TrainingLoop.train_step
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limited(run: TrainingLoop, *arguments: Any) -> None:
-        update(run, *arguments)
+    def limited(run: TrainingLoop, *arguments: Any) -> bool:
+        made = update(run, *arguments)
         if run.now.step == int(last):
             run.checkpoints.finish()
         size = 20_000 if int(first) <= run.now.step < int(last) else most
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+        return made
 
-    TrainingLoop._update = limited  # type: ignore[method-assign]
+    TrainingLoop.train_step = limited  # type: ignore[method-assign]
 
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
 
 
 def waits_for_no_tensor() -> None:
-    """End where a step, besides the first, asks a tensor for a number: on a GPU it would wait."""
+    """End where a step asks a tensor for a number: on a GPU it would wait.
+
+    The first may, and the last, after which the losses are read.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class NothingIsAsked(TorchDispatchMode):
@@ -224,19 +228,19 @@ def waits_for_no_tensor() -> None:
             assert not name.startswith(WAITS), f"a step asks for a number by {name}"
             return func(*args, **(kwargs or {}))
 
-    step, begin = TrainingLoop._update, TrainingLoop.__init__
+    step, begin = TrainingLoop.train_step, TrainingLoop.__init__
 
     def seldom(run: TrainingLoop, *arguments: Any) -> None:
         begin(run, *arguments)
         run.log_every = 1000  # log no step
 
-    def watched(run: TrainingLoop, *arguments: Any) -> None:
-        if run.now.step == 0:
+    def watched(run: TrainingLoop, *arguments: Any) -> bool:
+        if run.now.step in (0, run.total_steps - 1):
             return step(run, *arguments)
         with NothingIsAsked():
             return step(run, *arguments)
 
-    TrainingLoop.__init__, TrainingLoop._update = seldom, watched  # type: ignore[method-assign]
+    TrainingLoop.__init__, TrainingLoop.train_step = seldom, watched  # type: ignore[method-assign]
     as_on_a_gpu()
 
 
