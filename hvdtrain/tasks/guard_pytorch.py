@@ -104,8 +104,9 @@ class Guard:
 
 def values(gradient: Any) -> torch.Tensor:
     """Return the values of this rank's part of a gradient, which may be sparse."""
-    part = local(gradient)
-    return part._values() if part.is_sparse else part
+    if type(gradient) is not torch.Tensor:  # a DTensor; hasattr() of each takes long
+        gradient = local(gradient)
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 @torch.no_grad()

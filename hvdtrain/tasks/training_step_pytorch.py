@@ -141,7 +141,7 @@ class TorchTask(Task):
         self._average = MovingAverage(self.optimizer, options.ema) if options.ema else None
         self.train = augmented(train, options, classifies=losses is cross_entropy)
         self.test = test
-        self._keeps_integers = scale is None
+        self._is_scaled = scale is not None
         self.scale = tuple(
             torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale or (1, 0)
         )
@@ -153,9 +153,11 @@ class TorchTask(Task):
         self._guard: Guard | None = None
 
     def _input(self, pixels: torch.Tensor) -> torch.Tensor:
-        if self._keeps_integers and pixels.dtype in WIDE_INTEGERS:
+        if self._is_scaled:
+            return network_input(pixels, self.dtype, self.scale, self._layout)
+        if pixels.dtype in WIDE_INTEGERS:
             return pixels
-        return network_input(pixels, self.dtype, self.scale, self._layout)
+        return pixels.to(self.dtype, copy=True, memory_format=self._layout)
 
     @override
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> torch.Tensor:
