@@ -120,7 +120,7 @@ class Adapter(ABC):
         The optimizer's options (learning rate, momentum etc.) are those of rank 0, as in step 5.
 
         Returns:
-            The SHA-256 of the state, verified to be equal on all ranks.
+            The digest of the state, verified to be equal on all ranks.
 
         Raises:
             HvdtrainError: on every rank, naming the ranks whose state differs afterwards.
@@ -173,7 +173,7 @@ class Adapter(ABC):
             state: JSON values to restore. ``step`` (int) is required and must grow from save to
                 save, e.g. a count of updates or epochs. ``metrics``, numbers by name, and ``best``,
                 a name and whether higher is better (``["accuracy", True]``), determine the best
-                checkpoint; without metrics there is none. ``format``, ``sha256``, ``world_size``,
+                checkpoint; without metrics there is none. ``format``, ``digests``, ``world_size``,
                 ``optimizer_options`` and ``path`` are set by hvdtrain.
             keep: number of recent checkpoints to keep, in addition to the best.
             wait: whether to wait for the disk. If not, the state is copied to host memory and

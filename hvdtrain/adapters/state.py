@@ -104,7 +104,7 @@ class StateAdapter(Adapter):
         """Compare trained parameters and optimizer state of all ranks, bit for bit.
 
         Neither running statistics, which are local to each rank in training, nor sharded state,
-        of which each rank holds another part, are compared. Returns the common SHA-256.
+        of which each rank holds another part, are compared. Returns the common digest.
 
         Raises:
             HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first

@@ -6,7 +6,6 @@ Parameters and optimizer state are compared bit for bit; running statistics diff
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from xxhash import xxh3_128
 
 from hvdtrain.adapters.rank_buffers import separate_buffers
 from hvdtrain.collectives.base import Communicator
@@ -181,7 +181,7 @@ class StateView(ABC):
         return compare(self.adapter.communicator, digests, reason, when=when)
 
     def broadcast(self, optimizer: Any) -> str:
-        """Send rank 0's state to all ranks and compare it; return the common SHA-256."""
+        """Send rank 0's state to all ranks and compare it; return the common digest."""
         communicator = self.adapter.communicator
         if communicator.size > 1:
             mine = self.export(optimizer)
@@ -330,9 +330,9 @@ def check_names(tensors: Mapping[str, Any], arrays: Tensors, trouble: str) -> No
 
 
 def digests_of(state: Checkpoint) -> dict[str, bytes]:
-    """Return the SHA-256 of each tensor of ``state``, by a name for messages."""
+    """Return the XXH3 digest of each tensor of ``state``, by a name for messages."""
     digests = {
-        f"{name} of group {number} of the optimizer": hashlib.sha256(repr(value).encode()).digest()
+        f"{name} of group {number} of the optimizer": xxh3_128(repr(value).encode()).digest()
         for number, group in enumerate(state.state.get(OPTIONS, ()))
         for name, value in sorted(group.items())
     }
@@ -345,7 +345,7 @@ def digests_of(state: Checkpoint) -> dict[str, bytes]:
 def compare(
     communicator: Communicator, digests: Mapping[str, bytes], reason: str, *, when: str = ""
 ) -> str:
-    """Compare the state of all ranks by its ``digests_of``, and return the common SHA-256.
+    """Compare the state of all ranks by its ``digests_of``, and return the common digest.
 
     All ranks must call it together. The error message begins with ``when`` and ends with
     ``reason``: cause and remedy.
@@ -354,7 +354,7 @@ def compare(
         HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
             tensor.
     """
-    whole = hashlib.sha256(b"".join(digests.values())).digest()
+    whole = xxh3_128(b"".join(digests.values())).digest()
     gathered = communicator.gather(whole)
     right = Counter(gathered).most_common(1)[0][0]  # of most ranks, or of rank 0
     if different := [rank for rank, digest in enumerate(gathered) if digest != right]:
@@ -374,7 +374,7 @@ def compare(
 
 
 def _digest(name: str, array: np.ndarray[Any, Any]) -> bytes:
-    """Return the SHA-256 of a tensor's name and bytes, which are not copied."""
-    digest = hashlib.sha256(name.encode())
+    """Return the XXH3 digest of a tensor's name and bytes, which are not copied."""
+    digest = xxh3_128(name.encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.digest()

@@ -2,17 +2,17 @@
 
     model.safetensors       parameters and buffers, named as in the model: weights for inference
     training.safetensors    only for resuming: optimizer state, local buffers of the ranks
-    state.json              position, counters, origin, metrics, and the SHA-256 of the two files
+    state.json              position, counters, origin, metrics, and the digests of the two files
 
 If a strategy shards the state, each rank writes a file of each kind with complete tensors, named as
 usual for safetensors, ``model-00002-of-00003.safetensors``, with an index. Loading executes no code
-(safetensors contains numbers only).
+(safetensors contains numbers only). The digests are XXH3, which finds any damage and costs little;
+somebody who may write to the directory could replace them, too.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -24,9 +24,11 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from xxhash import xxh3_128
 
-from hvdtrain.steps.tensor_file import ArraySpec, Stored, TensorFile, file_digest, stored
-from hvdtrain.system.files import read_regular
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.tensor_file import ArraySpec, Stored, TensorFile, stored
+from hvdtrain.system.files import file_digest, read_regular
 from hvdtrain.system.folder import Folder
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -35,7 +37,7 @@ State = dict[str, Any]
 """JSON values of ``STATE_FILE``: ``step``, ``origin`` (framework, model, dataset size), position,
 counters, and ``metrics`` of the last evaluation (or null)."""
 
-FORMAT = 1
+FORMAT = 2  # 1, of hvdtrain 0.1.0, has SHA-256 digests
 MODEL_FILE, TRAINING_FILE, STATE_FILE = "model.safetensors", "training.safetensors", "state.json"
 # Errors of reading a file that may be damaged or malicious.
 DAMAGE = (
@@ -69,7 +71,7 @@ class Written:
     """A tensor file of a checkpoint that is being written."""
 
     name: str
-    sha256: str
+    digest: str
     tensors: dict[str, int]  # their sizes in bytes, by name
 
 
@@ -115,9 +117,9 @@ def check_keys(value: Any) -> None:
 
 def _digest_of_state(state: State) -> str:
     # Of all entries except this digest.
-    digests = {name: value for name, value in state["sha256"].items() if name != STATE_FILE}
-    text = json.dumps({**state, "sha256": digests}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    digests = {name: value for name, value in state["digests"].items() if name != STATE_FILE}
+    text = json.dumps({**state, "digests": digests}, sort_keys=True)
+    return xxh3_128(text.encode()).hexdigest()
 
 
 def flush(path: Path) -> None:
@@ -135,9 +137,9 @@ def seal(folder: Folder, files: list[Written], state: State) -> None:
         here = [file for file in files if kind_of(file.name) == kind]
         if [file.name for file in here] != [kind]:
             folder.write(f"{kind}.index.json", _index(here))
-    digests = {file.name: file.sha256 for file in files}
+    digests = {file.name: file.digest for file in files}
     # As it is loaded: keys that are not text would be sorted differently in the digest.
-    content = {**json.loads(json.dumps(state)), "format": FORMAT, "sha256": digests}
+    content = {**json.loads(json.dumps(state)), "format": FORMAT, "digests": digests}
     digests[STATE_FILE] = _digest_of_state(content)
     folder.write(STATE_FILE, json.dumps(content, indent=1).encode())
     os.fsync(folder.handle)
@@ -152,10 +154,10 @@ def read(folder: Path) -> Checkpoint:
         DAMAGE: any other damage.
     """
     state = read_state(folder)
-    for name, digest in state["sha256"].items():
+    for name, digest in state["digests"].items():
         if Path(name).name != name:  # any number of them could be read as the same large file
             raise ValueError(f"{name!r} is not a file name")
-        if name != STATE_FILE and file_digest(folder / name) != digest:
+        if name != STATE_FILE and file_digest(folder / name, xxh3_128) != digest:
             raise ValueError(f"the checksum of {name} is wrong")
     return unchecked(folder, state)
 
@@ -164,12 +166,18 @@ def read_state(folder: Path) -> State:
     """Read and check the state of a checkpoint, without its tensors.
 
     Raises:
+        UsageError: it was written by hvdtrain 0.1.0.
         DAMAGE: see ``read``.
     """
     state: State = json.loads(read_regular(folder / STATE_FILE))
+    if state["format"] == 1:
+        raise UsageError(
+            f"{folder} was written by hvdtrain 0.1.0, whose checkpoints this version cannot read: "
+            "continue with that version, or use another directory (trainers: --resume never)"
+        )
     if state["format"] != FORMAT:
         raise ValueError(f"format {state['format']}, this hvdtrain reads {FORMAT}")
-    if _digest_of_state(state) != state["sha256"][STATE_FILE]:
+    if _digest_of_state(state) != state["digests"][STATE_FILE]:
         raise ValueError(f"the checksum of {STATE_FILE} is wrong")
     if type(state["step"]) is not int or state["step"] < 0:
         raise ValueError(f"step {state['step']!r} is not a number of updates")
@@ -188,7 +196,7 @@ def unchecked(folder: Path, state: State) -> Checkpoint:
         LookupError, OSError, SafetensorError: a file is missing or different.
     """
     tensors: dict[str, dict[str, Stored]] = {MODEL_FILE: {}, TRAINING_FILE: {}}
-    for name in state["sha256"]:
+    for name in state["digests"]:
         if name != STATE_FILE:
             tensors[kind_of(name)] |= stored(folder / name)
     return Checkpoint(tensors[MODEL_FILE], tensors[TRAINING_FILE], state, folder)
@@ -206,7 +214,7 @@ def score(folder: Path) -> float | None:
         value = (state["metrics"] or {})[name]
         good = type(value) in (int, float) and math.isfinite(value)
         return float(value if higher_is_better else -value) if good else None
-    except DAMAGE as error:
+    except (*DAMAGE, UsageError) as error:
         if is_file_system_error(error):
             raise
         return None

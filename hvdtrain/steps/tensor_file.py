@@ -7,7 +7,6 @@ are all in memory; a checkpoint may be larger than the memory of any rank.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -20,9 +19,9 @@ from typing import Any
 import numpy as np
 import safetensors
 from numpy.typing import NDArray
+from xxhash import xxh3_128
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import is_regular
 from hvdtrain.system.folder import Folder
 
 MAX_HEADER = 2**24  # bytes, of about 200,000 tensors: reading more takes minutes and gigabytes
@@ -77,7 +76,7 @@ class TensorFile:
         if len(text) > MAX_HEADER:
             raise UsageError(f"{name}: {len(layouts):,} tensors, more than can be read again")
         self.name, self._due = name, dict(layouts)
-        self._digest = hashlib.sha256()
+        self._digest = xxh3_128()
         self._file = folder.open(name, "xb")
         self._put(len(text).to_bytes(8, "little") + text)
 
@@ -102,7 +101,7 @@ class TensorFile:
             self._file.close()
 
     def close(self) -> str:
-        """Flush the file to disk and return its SHA-256."""
+        """Flush the file to disk and return its XXH3 digest."""
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
@@ -145,15 +144,3 @@ def stored(path: Path) -> dict[str, Stored]:
         raise ValueError(f"{path.name}: a header of {length:,} bytes, more than {MAX_HEADER:,}")
     file = safetensors.safe_open(path, framework="numpy")
     return {name: Stored(file, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a regular file.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file.
-    """
-    if not is_regular(path):
-        raise OSError(f"{path} is no regular file")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

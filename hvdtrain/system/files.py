@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.folder import Folder
@@ -121,6 +122,18 @@ def is_regular(path: Path) -> bool:
         OSError: it does not exist.
     """
     return stat.S_ISREG(path.stat().st_mode)
+
+
+def file_digest(path: Path, algorithm: str | Callable[[], Any]) -> str:
+    """Return the digest of a regular file; ``algorithm`` as of ``hashlib.file_digest``.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    if not is_regular(path):
+        raise OSError(f"{path} is no regular file")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.steps.tensor_file import file_digest
-from hvdtrain.system.files import FULL, lock
+from hvdtrain.system.files import FULL, file_digest, lock
 from hvdtrain.system.folder import Folder
 from hvdtrain.system.output.text import duration, plural, printable, size
 from hvdtrain.system.runtime import terminal
@@ -146,7 +145,7 @@ class Copy:
         path = self.folder / shard.name
         if self._stop.is_set() or not path.exists() or path.stat().st_size != shard.size:
             return False
-        if file_digest(path) != shard.sha256:
+        if file_digest(path, "sha256") != shard.sha256:
             return False
         self.done += shard.size
         return True

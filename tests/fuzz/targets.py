@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 from PIL import Image
 from typing_extensions import override
+from xxhash import xxh3_128
 
 from hvdtrain.adapters.select import adapter
 from hvdtrain.commands.compare.trials import append_trial
@@ -273,10 +274,10 @@ def sealed(state: bytes, tensors: bytes | None = None) -> bytes:
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError, AttributeError):
         values = json.loads(state)
         if tensors is not None:
-            digest = hashlib.sha256(tensors).hexdigest()
-            values["sha256"][MODEL_FILE] = digest
+            digest = xxh3_128(tensors).hexdigest()
+            values["digests"][MODEL_FILE] = digest
         own = checkpoint_files._digest_of_state(values)
-        values["sha256"][STATE_FILE] = own
+        values["digests"][STATE_FILE] = own
         return json.dumps(values).encode()
     return state
 
@@ -342,7 +343,7 @@ def resumable() -> dict[str, bytes]:
 def restore_training(data: bytes, folder: Path) -> None:
     """Resume from a checkpoint whose optimizer state is ``data``."""
     state = json.loads(resumable()[STATE_FILE])
-    state["sha256"][TRAINING_FILE] = hashlib.sha256(data).hexdigest()
+    state["digests"][TRAINING_FILE] = xxh3_128(data).hexdigest()
     files = resumable() | {TRAINING_FILE: data, STATE_FILE: sealed(json.dumps(state).encode())}
     content(folder / STEP, files)
     single_process().resume(folder, *network()())

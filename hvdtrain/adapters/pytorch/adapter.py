@@ -155,7 +155,7 @@ class TorchView(StateView):
 
     @torch.no_grad()
     def send(self, buffers: Mapping[str, torch.Tensor]) -> str:
-        """Send rank 0's ``buffers`` to all ranks and compare them; return the common SHA-256."""
+        """Send rank 0's ``buffers`` to all ranks and compare them; return the common digest."""
         local = {name: array_of(value) for name, value in buffers.items()}
         for name, sent in self.adapter.communicator.broadcast_arrays(local).items():
             if sent.tobytes() != local[name].tobytes():  # expanded ones cannot be written

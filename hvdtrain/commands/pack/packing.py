@@ -40,8 +40,7 @@ from hvdtrain.commands.pack.source import (
     shard_plans,
 )
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.steps.tensor_file import file_digest
-from hvdtrain.system.files import check_folder, lock, resumable
+from hvdtrain.system.files import check_folder, file_digest, lock, resumable
 from hvdtrain.system.folder import Folder
 from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.text import plural
@@ -202,7 +201,7 @@ class Packing:
         if file.exists() and path.exists():
             known = msgspec.json.decode(file.read_bytes(), type=ShardRecord)
             same = known.fingerprint == part.fingerprint and path.stat().st_size == known.size
-            if same and file_digest(path) == known.sha256:
+            if same and file_digest(path, "sha256") == known.sha256:
                 self._done += part.size
                 return known
         self._temporary.remove(file.name)
@@ -409,7 +408,7 @@ def shard_problem(
     try:
         if (size := path.stat().st_size) != shard.size:
             return f"{size:,} bytes instead of {shard.size:,}"
-        if file_digest(path) != shard.sha256:
+        if file_digest(path, "sha256") != shard.sha256:
             return "its SHA-256 differs from that in the index"
         with tarfile.open(path, "r:") as tar:
             members = {member.name: (member.offset_data, member.size) for member in tar}

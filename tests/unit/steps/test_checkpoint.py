@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import math
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_128
 
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -145,7 +145,7 @@ def test_state_is_restored_with_exact_floats(tmp_path: Path) -> None:
 
 
 def test_no_key_of_a_user_makes_a_checkpoint_unreadable(tmp_path: Path) -> None:
-    state = {"step": 1, "format": "mine", "sha256": {"mine": ""}}
+    state = {"step": 1, "format": "mine", "digests": {"mine": ""}}
     save(tmp_path, Checkpoint({}, {}, state), keep=1)
     checkpoint = load_newest(tmp_path)
     assert checkpoint is not None and checkpoint.state["step"] == 1
@@ -290,7 +290,7 @@ def test_no_flipped_bit_of_the_state_goes_unnoticed(two: Path) -> None:
 
 
 DEEP = "[" * 200_000
-STATES = ["[]", "{}", '{"format": 99}', DEEP, '{"format":1,"sha256":[1]}']
+STATES = ["[]", "{}", '{"format": 99}', DEEP, '{"format":2,"digests":[1]}']
 STATES += ['{"format":' + "9" * 5000 + "}"]
 
 
@@ -520,7 +520,7 @@ def test_a_checkpoint_that_the_file_system_does_not_give_is_not_damaged(
 def seal(folder: Path, **changes: Any) -> None:
     """Change the state of a checkpoint, and give it the right checksum."""
     state = {**json.loads((folder / STATE_FILE).read_text()), **changes}
-    state["sha256"][STATE_FILE] = _digest_of_state(state)
+    state["digests"][STATE_FILE] = _digest_of_state(state)
     (folder / STATE_FILE).write_text(json.dumps(state))
 
 
@@ -536,12 +536,24 @@ def test_a_header_of_too_many_tensors_is_neither_read_nor_written(two: Path) -> 
     header = json.dumps({f"{number:0100}": entry for number in range(120_000)}).encode()
     data = len(header).to_bytes(8, "little") + header
     (newest / MODEL_FILE).write_bytes(data)
-    sha256 = json.loads((newest / STATE_FILE).read_text())["sha256"]
-    seal(newest, sha256={**sha256, MODEL_FILE: hashlib.sha256(data).hexdigest()})
+    digests = json.loads((newest / STATE_FILE).read_text())["digests"]
+    seal(newest, digests={**digests, MODEL_FILE: xxh3_128(data).hexdigest()})
     assert "a header of" in error_of(load, newest, kind=UsageError)
     many = dict.fromkeys((f"{number:0200}" for number in range(70_000)), np.zeros(0))
     message = error_of(save, two, Checkpoint(many, {}, {"step": 3}), keep=3, kind=UsageError)
     assert "70,000 tensors" in message
+
+
+def test_a_checkpoint_of_version_0_1_0_is_refused_and_not_skipped(two: Path) -> None:
+    seal(two / "step-000000002", format=1)
+    for path in (two, two / "step-000000002"):
+        message = error_of(load, path)
+        assert "step-000000002 was written by hvdtrain 0.1.0" in message
+        assert "another directory" in message and "\n" not in message
+    with pytest.raises(UsageError, match=r"0\.1\.0"):
+        checkpoints.read_newest_state(two)
+    save(two, checkpoint_of(3, accuracy=0.5), keep=1)  # pruning reads all of them
+    assert is_intact(load_newest(two), 3)
 
 
 def test_if_all_are_damaged_the_error_names_the_remedy(two: Path) -> None:
@@ -625,14 +637,14 @@ def test_a_pickle_with_the_right_checksum_is_not_executed(
 def replace_file(folder: Path, name: str, data: bytes) -> None:
     """Replace a file as an attacker would, with correct checksums."""
     state = json.loads((folder / STATE_FILE).read_bytes())
-    state["sha256"][name] = hashlib.sha256(data).hexdigest()
+    state["digests"][name] = xxh3_128(data).hexdigest()
     write_state(folder, state)
     (folder / name).write_bytes(data)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write a state with its correct checksum."""
-    state["sha256"][STATE_FILE] = _digest_of_state(state)
+    state["digests"][STATE_FILE] = _digest_of_state(state)
     (folder / STATE_FILE).write_text(json.dumps(state))
 
 
@@ -641,14 +653,14 @@ def test_a_file_is_read_once_whatever_its_names(
 ) -> None:
     newest, hashed = two / "step-000000002", []
     state = json.loads((newest / STATE_FILE).read_bytes())
-    digest = state["sha256"][MODEL_FILE]
-    state["sha256"] |= {f"{number}/{MODEL_FILE}": digest for number in range(1000)}
+    digest = state["digests"][MODEL_FILE]
+    state["digests"] |= {f"{number}/{MODEL_FILE}": digest for number in range(1000)}
     write_state(newest, state)
     original = checkpoint_files.file_digest
 
-    def counted(path: Path) -> str:
+    def counted(path: Path, algorithm: Any) -> str:
         hashed.append(path)
-        return original(path)
+        return original(path, algorithm)
 
     monkeypatch.setattr(checkpoint_files, "file_digest", counted)
     assert_falls_back(two, newest, caplog)

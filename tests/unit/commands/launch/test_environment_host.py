@@ -17,7 +17,7 @@ from hvdtrain.collectives.base import SingleRank
 from hvdtrain.commands.launch import environment_host
 from hvdtrain.commands.launch.stage_environment import packed
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.tensor_file import file_digest
+from hvdtrain.system.files import file_digest
 from tests.environments import copied, make_environment
 
 
@@ -120,7 +120,7 @@ def test_nothing_is_written_outside_the_copy(tmp_path: Path, copy: Path) -> None
             tar.addfile(member)
     with pytest.raises(UsageError, match=r"^tar"):
         environment_host.stage(
-            SingleRank(), copy, archive, archive.stat().st_size, file_digest(archive)
+            SingleRank(), copy, archive, archive.stat().st_size, file_digest(archive, "sha256")
         )
     assert list(outside.iterdir()) == []
     assert not (copy.parent / "file").exists()
