@@ -181,12 +181,12 @@ class Adapter(ABC):
 
         Returns:
             The directory of the checkpoint, or without ``wait`` the ``Save``: on all ranks call its
-            ``done()`` after updates, and its ``wait()`` before the program ends. A checkpoint that
-            was not completed by one of them, or by the next save, is lost.
+            ``poll()`` after updates, and its ``result()`` before the program ends. A checkpoint
+            that was not completed by one of them, or by the next save, is lost.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write; without ``wait`` it is
-                raised by ``Save.wait``, or else by the next call, which then saves nothing.
+                raised by ``Save.result``, or else by the next call, which then saves nothing.
             TrainingError: on every rank, if a tensor is not finite; as above without ``wait``.
             HvdtrainError: on every rank, if the replicas differ; as above without ``wait``.
             UsageError: on every rank, if ``state`` lacks ``step``, is not JSON, or has keys that

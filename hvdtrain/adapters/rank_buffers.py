@@ -7,9 +7,10 @@ training that follows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import safetensors.numpy
-from xxhash import xxh3_128
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
@@ -18,30 +19,28 @@ PREFIX = "rank_buffers/"  # arrays of shape (world size, *shape of the buffer)
 SEEN = "rank_samples"  # int64, shape (world size,)
 
 
-def mean_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
-    """Return the mean of the ranks' buffers, weighted by ``seen``, each rank's sample count.
+def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
+    """Return all ranks' buffers and sample counts."""
+    mine = {SEEN: np.array(seen), **{PREFIX + name: value for name, value in local.items()}}
+    rows = [safetensors.numpy.load(d) for d in communicator.gather(safetensors.numpy.save(mine))]
+    return {name: np.stack([row[name] for row in rows]) for name in mine}
+
+
+def mean_buffers(ranks: Arrays) -> Arrays:
+    """Return the mean of the ``ranks``' buffers, weighted by the samples that each has seen.
 
     Without samples, as in a loop with a sampler of its own, all ranks weigh the same. What is equal
     on all ranks, as a mask of infinities, stays so to the bit.
     """
-    digests = {name: xxh3_128(value.tobytes()).hexdigest() for name, value in local.items()}
-    counts, rows = zip(*communicator.gather_json((seen, digests)), strict=True)
-    different = {k: v for k, v in local.items() if any(row[k] != digests[k] for row in rows)}
-    if not different:
-        return local
-    weights = counts if any(counts) else [1] * communicator.size
-    mine = weights[communicator.rank]  # of 0, an infinity would become nan
-    weighted = {k: v * float(mine) if mine else np.zeros(v.shape) for k, v in different.items()}
-    total = communicator.sum_arrays(weighted)
-    means = {k: (total[k] / sum(weights)).astype(v.dtype) for k, v in different.items()}
-    return {**local, **means}
+    seen = ranks[SEEN] if ranks[SEEN].any() else np.ones(len(ranks[SEEN]))
+    trained = seen > 0  # times 0, an infinity would become nan
 
+    def mean(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if len({row.tobytes() for row in rows}) == 1:
+            return np.asarray(rows[0])
+        return np.asarray(np.average(rows[trained], axis=0, weights=seen[trained]), rows.dtype)
 
-def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
-    """Return all ranks' buffers and sample counts, for a checkpoint."""
-    mine = {SEEN: np.array(seen), **{PREFIX + name: value for name, value in local.items()}}
-    rows = [safetensors.numpy.load(d) for d in communicator.gather(safetensors.numpy.save(mine))]
-    return {name: np.stack([row[name] for row in rows]) for name in mine}
+    return {name.removeprefix(PREFIX): mean(rows) for name, rows in ranks.items() if name != SEEN}
 
 
 def separate_buffers(checkpoint: Checkpoint) -> tuple[Tensors, Arrays]:

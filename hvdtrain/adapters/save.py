@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from hvdtrain.adapters.state_view import Contribution, digests_of
-from hvdtrain.collectives.base import Communicator
+from hvdtrain.adapters.state_view import DIFFERENT, Connected, Contribution, compare
 from hvdtrain.errors import CheckpointError, HvdtrainError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import State, Written
@@ -32,113 +32,97 @@ NICE = 10  # added to the niceness of the thread, so that the training computes 
 Result = TypeVar("Result")
 
 
-class _Stage(Generic[Result]):
-    """An action of this rank: done by a thread from now on, or when its result is needed.
+def in_thread(action: Callable[[], Result]) -> Future[Result]:
+    """Do ``action``, which must not send messages, in a thread of low priority.
 
-    In a thread it must not send messages. The thread is a daemon, since a program that fails must
-    not wait for a disk.
+    It is a daemon, since a program that fails must not wait for a disk.
     """
+    future = Future[Result]()
 
-    def __init__(self, action: Callable[[], Result], *, in_background: bool) -> None:
-        self._action, self._future = action, Future[Result]() if in_background else None
-        if in_background:
-            threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the thread is still running."""
-        return self._future is not None and not self._future.done()
-
-    def result(self) -> Result:
-        """Return or raise what the action does."""
-        return self._future.result() if self._future else self._action()
-
-    def _run(self) -> None:
-        assert self._future
+    def run() -> None:
         with suppress(OSError):  # Linux has a priority per thread
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
         try:
-            self._future.set_result(self._action())
+            future.set_result(action())
         except BaseException as error:
-            self._future.set_exception(error)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+class Saving(Connected, Protocol):
+    """What a save needs of its adapter."""
+
+    waits: Waits
+    stop_wanted: bool
+
+    @property
+    def saving_agreed(self) -> bool:
+        """Whether, at the last update, any rank was still writing."""
 
 
 class Save:
-    """A checkpoint that is being saved; all ranks must call its methods, in the same order.
+    """A checkpoint that is being saved, as a future of its directory.
 
-    A training calls ``done`` after its updates, and ``wait`` before the program ends.
+    All ranks must call its methods, in the same order: ``poll`` after updates, and ``result``
+    before the program ends.
 
     Args:
-        communicator: communicator of all ranks.
+        adapter: adapter of this rank.
         directory: directory of the checkpoints.
         contribution: what this rank writes.
         state: JSON values of the checkpoint.
         keep: number of recent checkpoints to keep.
-        waits: counts the calls of all ranks.
-        all_have_written: function that returns whether, at the last update, no rank was writing.
-        in_background: whether to write in a thread; otherwise the files are written in ``wait``.
-        must_stop: function that returns whether a stop was requested: this process may be killed.
+        in_background: whether to write in threads; otherwise the save is over when it is created.
     """
 
     def __init__(
         self,
-        communicator: Communicator,
+        adapter: Saving,
         directory: Path,
         contribution: Contribution,
         state: State,
         keep: int,
         *,
-        waits: Waits,
-        all_have_written: Callable[[], bool],
-        must_stop: Callable[[], bool],
         in_background: bool,
     ) -> None:
-        self.all_have_written = all_have_written
         self.step = int(state["step"])
-        self._communicator, self._directory, self._state = communicator, directory, state
-        self._keep, self._waits, self._must_stop = keep, waits, must_stop
-        self._in_background = in_background
-        self._contribution: Contribution | None = contribution
-        self._writing: _Stage[tuple[list[Written], Mapping[str, bytes]]] | None = None
-        self._committing: _Stage[Path] | None = None  # done on rank 0
-        self._path: Path | None = None
-        self._error: HvdtrainError | None = None
         self.is_reported = False  # whether it is complete, or its error was raised
-        try:
-            begun = communicator.on_root(lambda: checkpoints.begin(directory, self.step))
-        except CheckpointError as error:
-            self._end(error)
-            return
-        self._folder = Path(os.fsdecode(communicator.broadcast_bytes(os.fsencode(str(begun)))))
-        folder = self._folder
-        self._writing = _Stage(
-            lambda: (contribution.write(folder), digests_of(contribution.replicated)),
-            in_background=in_background,
-        )
+        # Whether, at the last update, no rank was writing.
+        self.all_have_written: Callable[[], bool] = lambda: not adapter.saving_agreed
+        self._adapter, self._directory, self._state, self._keep = adapter, directory, state, keep
+        self._contribution: Contribution | None = contribution
+        self._in_background = in_background
+        self._running: Future[Any] | None = None  # what a thread does, or has done
+        self._outcome: Future[Path] = Future()
+        self._stages = self._save(contribution)
+        self._advance()
+        if not in_background:
+            self._complete()
 
     @property
     def is_over(self) -> bool:
         """Whether the checkpoint is complete, or has failed."""
-        return bool(self._path or self._error)
+        return self._outcome.done()
 
     @property
     def is_busy(self) -> bool:
         """Whether this rank is still writing in the background."""
-        stage = self._committing or self._writing
-        return stage is not None and stage.is_busy
+        return self._running is not None and not self._running.done()
 
-    def done(self) -> bool:
+    def poll(self) -> bool:
         """Return whether the save is complete or has failed, without waiting for a disk.
 
         Call it after an update: the save is over a few updates after all ranks have written their
-        files. If it has failed, ``wait`` raises the error, or else the next save.
+        files. If it has failed, ``result`` raises the error, or else the next save.
         """
         if not self.is_over and self.all_have_written():
             self._advance()
         return self.is_over
 
-    def wait(self) -> Path:
+    def result(self) -> Path:
         """Wait until the checkpoint is complete, and return its directory.
 
         Raises:
@@ -146,78 +130,80 @@ class Save:
             TrainingError: on every rank, if a tensor is not finite.
             HvdtrainError: on every rank, if the replicas differ.
         """
-        self.complete()
+        self._complete()
         self.is_reported = True
-        if self._error:
-            raise self._error
-        assert self._path
-        return self._path
+        return self._outcome.result()
 
     def settle(self) -> Path | None:
-        """Wait as ``wait`` does, but report as a warning that the checkpoint was not written."""
+        """Wait as ``result`` does, but report as a warning that the checkpoint was not written."""
         try:
-            return self.wait()
+            return self.result()
         except CheckpointError as error:
             text = f"{error}. The next save tries again"
-            self._communicator.on_root(lambda: log.warning("%s", text))
+            self._adapter.communicator.on_root(lambda: log.warning("%s", text))
             return None
 
-    def complete(self) -> None:
-        """Wait as ``wait`` does; an error is raised later, by it or by the next save."""
-        write_all = self._contribution and self._contribution.write_all
+    def _complete(self) -> None:
+        mine, is_root = self._contribution, self._adapter.communicator.is_root
 
         def rescue() -> None:
             # The report of a failure has already named the checkpoint to resume from.
-            if write_all and not is_failing():
-                write_all()
+            if mine and not is_failing():
+                folder = checkpoints.begin(self._directory, self.step)
+                self._commit(folder, mine.write(folder))
 
-        with surviving_kill(rescue, expected=self._must_stop()) if write_all else nullcontext():
+        alone = mine and is_root and not mine.sharded  # this rank writes the whole checkpoint
+        expected = self._adapter.stop_wanted
+        with surviving_kill(rescue, expected=expected) if alone else nullcontext():
             while not self.is_over:
                 self._advance()
 
     def _advance(self) -> None:
-        """Finish a stage: exchange its results, and begin the next one."""
-        with self._waits.during("Save.wait"):
+        """Exchange the results of a stage, and begin the next one."""
+        with self._adapter.waits.during("Save.result"):
             try:
-                if self._committing:
-                    self._share(self._committing)
-                else:
-                    self._agree()
-            except HvdtrainError as error:
+                next(self._stages)
+                return
+            except StopIteration as end:
+                self.is_reported = True
+                self._outcome.set_result(end.value)
+            except Exception as error:
+                self._outcome.set_exception(error)
+                if not isinstance(error, HvdtrainError):
+                    raise
                 directory = self._directory
-                self._communicator.on_root(lambda: checkpoints.remove_partial(directory))
-                self._end(error)
+                self._adapter.communicator.on_root(lambda: checkpoints.remove_partial(directory))
+        self._contribution = self._running = None  # release the memory of the state
 
-    def _agree(self) -> None:
-        """Compare what all ranks have written, and begin to commit it on rank 0."""
-        contribution, writing = self._contribution, self._writing
-        assert contribution and writing
-        mine, digests = self._communicator.together(writing.result, alike=not contribution.sharded)
-        contribution.compare(digests)
-        rows = self._communicator.gather_json(mine, list[Written])
+    def _save(self, contribution: Contribution) -> Generator[None, None, Path]:
+        """Save the checkpoint, and return its path; the training continues at each ``yield``."""
+        communicator, directory = self._adapter.communicator, self._directory
+        begun = communicator.on_root(lambda: checkpoints.begin(directory, self.step))
+        folder = Path(communicator.gather_json(str(begun))[0])
+        writing = self._start(lambda: (contribution.write(folder), contribution.digests()))
+        yield
+        mine, digests = communicator.together(writing, alike=not contribution.sharded)
+        compare(communicator, digests, DIFFERENT, when=f"after step {self.step} ")
+        rows = communicator.gather_json(mine, list[Written])
         files = [file for row in rows for file in row]
-        folder, state, keep = self._folder, self._state, self._keep
+        commit = partial(self._commit, folder, files)
+        committing = self._start(commit) if communicator.is_root else commit
+        yield
+        communicator.on_root(committing)
+        path = checkpoints.final_path(folder)
+        process_status.checkpoint = str(path)
+        return path
 
-        def commit() -> Path:
-            path = checkpoints.commit(folder, files, state)
-            # Recorded at once: if a rank is lost now, the error message names this path.
-            process_status.checkpoint = str(path)
-            checkpoints.prune(path.parent, keep, path.name)
-            return path
+    def _start(self, action: Callable[[], Result]) -> Callable[[], Result]:
+        """Begin ``action`` in the background; return the function that returns its result."""
+        if not self._in_background:
+            return action
+        self._running = future = in_thread(action)
+        return future.result
 
-        in_background = self._in_background and self._communicator.is_root
-        self._committing = _Stage(commit, in_background=in_background)
-
-    def _share(self, committing: _Stage[Path]) -> None:
-        """Send the path of the complete checkpoint to all ranks."""
-        path = self._communicator.on_root(committing.result)
-        sent = self._communicator.broadcast_bytes(os.fsencode(str(path)))
-        process_status.checkpoint = os.fsdecode(sent)
-        self._path = Path(process_status.checkpoint)
-        self._end()
-
-    def _end(self, error: HvdtrainError | None = None) -> None:
-        """Release the memory of the state."""
-        self._error = error
-        self.is_reported = error is None
-        self._contribution = self._writing = self._committing = None
+    def _commit(self, folder: Path, files: list[Written]) -> Path:
+        path = checkpoints.commit(folder, files, self._state)
+        # Recorded at once: if a rank is lost now, the error message names this path.
+        process_status.checkpoint = str(path)
+        checkpoints.prune(path.parent, self._keep, path.name)
+        return path

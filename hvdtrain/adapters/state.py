@@ -8,6 +8,7 @@ import logging
 import sys
 import weakref
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,14 @@ from typing_extensions import override
 from hvdtrain.adapters.base import Adapter, JsonValues
 from hvdtrain.adapters.rank_buffers import buffers_of_rank, gather_buffers, mean_buffers
 from hvdtrain.adapters.save import Save
-from hvdtrain.adapters.state_view import OPTIONS, Groups, HostCopies, StateView, digests_of
+from hvdtrain.adapters.state_view import (
+    OPTIONS,
+    Groups,
+    HostCopies,
+    StateView,
+    compare,
+    digests_of,
+)
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -110,9 +118,9 @@ class StateAdapter(Adapter):
             HvdtrainError: on every rank, naming the ranks that differ, their hosts and the first
                 tensor; after ``step`` updates.
         """
-        view = self.view(model, optimizer)
-        return view.compare(
-            digests_of(view.replicated(optimizer)),
+        return self._compare(
+            model,
+            optimizer,
             "the ranks have made different updates, or the memory of a host is faulty. "
             f"{process_status.resume_hint()}; exclude a host that is named twice",
             when="" if step is None else f"after step {step} ",
@@ -121,8 +129,11 @@ class StateAdapter(Adapter):
     @together
     def check_updates(self, model: Any, optimizer: Any, text: str) -> None:
         """As ``check_replicas``, but the message ends with ``text``."""
-        view = self.view(model, optimizer)
-        view.compare(digests_of(view.replicated(optimizer)), text)
+        self._compare(model, optimizer, text)
+
+    def _compare(self, model: Any, optimizer: Any, text: str, *, when: str = "") -> str:
+        replicated = self.view(model, optimizer).replicated(optimizer)
+        return compare(self.communicator, digests_of(replicated), text, when=when)
 
     @together
     @override
@@ -140,34 +151,22 @@ class StateAdapter(Adapter):
         directory = Path(directory)
         _check_saved(directory, state, keep)
         if self._save and not self._save.is_reported:  # one at a time
-            self._save.wait()
+            self._save.result()
         view = self.view(model, optimizer)
         copies = None if wait else self._room_for_copies(view, optimizer)
-        local = view.local_buffers()
         self.communicator.wait_for_all()  # nothing is written if some ranks do not make this call
-        ranks = gather_buffers(self.communicator, local, self._seen) if local else {}
         state = {**state, "world_size": self.world.size}
         if options := view.options(optimizer):
             state[OPTIONS] = [self._initial_options.get(optimizer, options), options]
-        with self.averaged_buffers(model):
-            mine = view.contribute(directory, optimizer, state, ranks, keep, copies)
-            self._save = save = Save(
-                self.communicator,
-                directory,
-                mine,
-                state,
-                keep,
-                waits=self.waits,
-                all_have_written=lambda: not self.saving_agreed,
-                must_stop=lambda: self.stop_wanted,
-                in_background=copies is not None,
-            )
-            if copies is None:
-                save.complete()
-            elif not self._warns:
-                self._warns = True
-                atexit.register(self._warn_unfinished)
-        return save.wait() if wait else save
+        with self.averaged_buffers(model) as ranks:
+            mine = view.contribute(optimizer, state, ranks, copies)
+            in_background = copies is not None
+            save = Save(self, directory, mine, state, keep, in_background=in_background)
+        self._save = save
+        if in_background and not self._warns:
+            self._warns = True
+            atexit.register(self._warn_unfinished)
+        return save.result() if wait else save
 
     def _restore_options(
         self, view: StateView, optimizer: Any, before: Groups, now: Groups
@@ -202,10 +201,13 @@ class StateAdapter(Adapter):
         """Return the copies of this rank; None, on all ranks, if the memory of a host is short."""
         if self._copies is None and not self._is_short:
             copies = view.host_copies()
-            needed = view.nbytes(optimizer, copies) * self.world.local_size
+            mine = [self.world.host, view.nbytes(optimizer, copies), available_memory()]
             with self.waits.during("reserve_copies"):
-                rows = self.communicator.gather_json([self.world.host, needed, available_memory()])
-            short = [row for row in rows if row[1] > row[2]]
+                rows = self.communicator.gather_json(mine)
+            sums: Counter[str] = Counter()
+            for host, size, _ in rows:
+                sums[host] += size
+            short = [(host, sums[host], free) for host, _, free in rows if sums[host] > free]
             if not short:
                 self._copies = copies
             else:
@@ -222,7 +224,7 @@ class StateAdapter(Adapter):
         has_failed = hasattr(sys, "last_value")
         if self._save and not (self._save.is_reported or has_failed) and self.communicator.is_root:
             log.warning(
-                "the checkpoint of step %s was not completed: call its wait() before the program "
+                "the checkpoint of step %s was not completed: call its result() before the program "
                 "ends",
                 self._save.step,
             )
@@ -319,17 +321,21 @@ class StateAdapter(Adapter):
         return state
 
     @contextmanager
-    def averaged_buffers(self, model: Any) -> Iterator[None]:
-        """Replace the running statistics of ``model`` by the mean of all ranks within the block."""
+    def averaged_buffers(self, model: Any) -> Iterator[Arrays]:
+        """Replace the running statistics of ``model`` by the mean of all ranks within the block.
+
+        Yields those of all ranks, see ``gather_buffers``, or nothing if it has none.
+        """
         view = self.view(model)
-        local = view.local_buffers()
+        local, ranks = view.local_buffers(), {}
+        if local:
+            with self.waits.during("averaged_buffers"):
+                ranks = gather_buffers(self.communicator, local, self._seen)
         averages = self.world.size > 1 and bool(local)
         if averages:
-            with self.waits.during("averaged_buffers"):
-                mean = mean_buffers(self.communicator, local, self._seen)
-            view.set_local_buffers(mean)
+            view.set_local_buffers(mean_buffers(ranks))
         try:
-            yield
+            yield ranks
         finally:
             if averages:
                 view.set_local_buffers(local)

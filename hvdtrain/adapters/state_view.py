@@ -55,17 +55,13 @@ class Contribution:
     Attributes:
         write: function that writes this rank's files into a directory; of copies it sends no
             messages, otherwise all ranks must call it together.
-        replicated: the state that this rank shares with others.
-        compare: function that compares its digests, on all ranks together.
+        digests: function that returns the digests of the state that this rank shares with others.
         sharded: whether each rank writes files; otherwise only rank 0.
-        write_all: function that writes the whole checkpoint, if this rank can.
     """
 
     write: Callable[[Path], list[Written]]
-    replicated: Checkpoint
-    compare: Callable[[Mapping[str, bytes]], object]
+    digests: Callable[[], Mapping[str, bytes]]
     sharded: bool = False
-    write_all: Callable[[], object] | None = None
 
 
 Take = Callable[[str, str, Any], np.ndarray[Any, Any]]
@@ -176,10 +172,6 @@ class StateView(ABC):
         names = self.trained_names()
         return replace(state, model={k: v for k, v in state.model.items() if k in names})
 
-    def compare(self, digests: Mapping[str, bytes], reason: str, *, when: str = "") -> str:
-        """Compare the ``digests`` of the state that ranks share; see the function ``compare``."""
-        return compare(self.adapter.communicator, digests, reason, when=when)
-
     def broadcast(self, optimizer: Any) -> str:
         """Send rank 0's state to all ranks and compare it; return the common digest."""
         communicator = self.adapter.communicator
@@ -191,13 +183,16 @@ class StateView(ABC):
                 training=communicator.broadcast_arrays(mine.training),
             )
             communicator.together(lambda: self.restore(optimizer, state))
-        return self.compare(
+        return compare(
+            communicator,
             digests_of(self.export(optimizer)),
             "right after the broadcast: please report it; continuing would give wrong results",
         )
 
     def nbytes(self, optimizer: Any, copies: HostCopies) -> int:
         """Return the size in bytes of the ``copies`` of ``contribute`` on this rank."""
+        if not self.adapter.communicator.is_root:
+            return 0
         sizes: list[int] = []
 
         def measure(_kind: str, _name: str, value: Any) -> np.ndarray[Any, Any]:
@@ -209,58 +204,40 @@ class StateView(ABC):
 
     def fill(self, optimizer: Any, copies: HostCopies) -> None:
         """Allocate ``copies`` by copying the state, as ``contribute`` does."""
-        self.export(optimizer, copies.copy)
-        copies.finish()
+        if self.adapter.communicator.is_root:
+            self.export(optimizer, copies.copy)
+            copies.finish()
 
     def contribute(
-        self,
-        directory: Path,
-        optimizer: Any,
-        state: State,
-        ranks: Arrays,
-        keep: int,
-        copies: HostCopies | None,
+        self, optimizer: Any, state: State, ranks: Arrays, copies: HostCopies | None
     ) -> Contribution:
         """Return what this rank contributes to a checkpoint: rank 0 all, unless it is sharded.
 
         Args:
-            directory: directory of the checkpoints.
             optimizer: optimizer whose state is saved.
             state: JSON values to save.
             ranks: the local buffers of all ranks; the model has their mean.
-            keep: number of recent checkpoints to keep.
             copies: copies to write, so that the training can continue; None: write without a copy.
         """
+        if not self.adapter.communicator.is_root:  # it writes nothing, and needs no copies
+            digests = digests_of(self.replicated(optimizer))
+            return Contribution(lambda folder: [], lambda: digests)
         arrays = self.export(optimizer, copies.copy if copies else None)
         if copies:
             copies.finish()
         checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
 
         def write(folder: Path) -> list[Written]:
-            self._check_saved(checkpoint)
-            with checkpoints.cleared(directory, state["step"]):
-                return checkpoints.write_files(folder, checkpoint)
+            try:
+                self.check_finite(checkpoint)
+            except ValueError as error:
+                raise TrainingError(
+                    f"{error} after step {state['step']}: nothing was saved; the checkpoints on "
+                    "disk are older"
+                ) from error
+            return checkpoints.write_files(folder, checkpoint)
 
-        def write_all() -> None:
-            self._check_saved(checkpoint)
-            checkpoints.save(directory, checkpoint, keep)
-
-        is_root = self.adapter.communicator.is_root
-        return Contribution(
-            write if is_root else lambda folder: [],
-            self._trained(arrays),
-            partial(self.compare, reason=DIFFERENT, when=f"after step {state['step']} "),
-            write_all=write_all if is_root else None,
-        )
-
-    def _check_saved(self, checkpoint: Checkpoint) -> None:
-        try:
-            self.check_finite(checkpoint)
-        except ValueError as error:
-            raise TrainingError(
-                f"{error} after step {checkpoint.state['step']}: nothing was saved; the "
-                "checkpoints on disk are older"
-            ) from error
+        return Contribution(write, partial(digests_of, self._trained(arrays)))
 
     def check_finite(self, checkpoint: Checkpoint) -> None:
         """Raise ``ValueError`` naming a tensor that is not finite; masks may contain infinities."""

@@ -227,7 +227,7 @@ class BackupAndRestore(ModelCallback):
         stops = bool(self._preemption.agree()[0])
         self._save()
         if self._pending:
-            self._pending.wait()
+            self._pending.result()
         self._pending = None
         self.model._initial_epoch = None  # it would also apply to a later fit
         if stops:
@@ -259,7 +259,7 @@ class BackupAndRestore(ModelCallback):
             self._stops = reduction.buckets.flags.stop
         else:
             self._stops = bool(self._preemption.agree()[0])
-        if self._pending and self._pending.done():
+        if self._pending and self._pending.poll():
             self._settle()
 
     def _settle(self) -> None:

@@ -45,38 +45,24 @@ PREFIX, PARTIAL, REMOVED = "step-", ".partial-", "~"
 NAME = re.compile(PREFIX + r"([0-9]+)(?:\+([0-9]+))?")
 
 
-def save(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write ``checkpoint`` under ``directory`` and delete all but the newest ``keep`` and the best.
-
-    Returns its directory. Call it on one rank only (see ``Adapter.save_checkpoint``).
-
-    Raises:
-        CheckpointError: it cannot be written, e.g. the disk is full; earlier ones are intact.
-    """
-    step = int(checkpoint.state["step"])
-    partial = begin(directory, step)
-    with cleared(directory, step):
-        files = write_files(partial, checkpoint)
-    saved = commit(partial, files, checkpoint.state)
-    prune(directory, keep, saved.name)
-    return saved
-
-
 def partial_folder(partial: Path) -> Folder:
     """Open the directory that ``begin`` has created."""
     return Folder.named(partial.parent, create=False).enter(partial.name, create=False)
 
 
 def write_files(partial: Path, checkpoint: Checkpoint) -> list[Written]:
-    """Write the tensors of ``checkpoint`` to a file of each kind in ``partial``; see ``begin``."""
-    folder = partial_folder(partial)
-    return [
-        write(folder, name, {key: np.asarray(value) for key, value in tensors.items()})
-        for name, tensors in (
-            (MODEL_FILE, checkpoint.model),
-            (TRAINING_FILE, checkpoint.training),
-        )
-    ]
+    """Write the tensors of ``checkpoint`` to a file of each kind in ``partial``; see ``begin``.
+
+    Raises:
+        CheckpointError: they cannot be written, e.g. the disk is full; earlier ones are intact.
+    """
+    kinds = (MODEL_FILE, checkpoint.model), (TRAINING_FILE, checkpoint.training)
+    with cleared(partial.parent, int(checkpoint.state["step"])):
+        folder = partial_folder(partial)
+        return [
+            write(folder, name, {key: np.asarray(value) for key, value in tensors.items()})
+            for name, tensors in kinds
+        ]
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -93,13 +79,18 @@ def begin(directory: Path, step: int) -> Path:
     return directory / partial
 
 
+def final_path(partial: Path) -> Path:
+    """Return the path that ``commit`` gives the checkpoint in ``partial``."""
+    return partial.with_name(partial.name.removeprefix(PARTIAL))
+
+
 def commit(partial: Path, files: list[Written], state: State) -> Path:
     """Complete the checkpoint in ``partial`` with its ``files``, rename it, and return it.
 
     Raises:
         CheckpointError: it cannot be written; earlier checkpoints are intact.
     """
-    directory, final = partial.parent, partial.with_name(partial.name.removeprefix(PARTIAL))
+    directory, final = partial.parent, final_path(partial)
     with cleared(directory, int(state["step"])):
         seal(partial_folder(partial), files, state)
         folder = Folder.named(directory, create=False)

@@ -205,13 +205,8 @@ class CheckpointManager:
             self._saved, self.path = mark, str(save)
         else:
             self._pending = PendingSave(save, mark, began)
-        seconds, saves = time.monotonic() - began, self.saves
-        self.saves = replace(
-            saves,
-            count=saves.count + 1,
-            stopped=saves.stopped + seconds,
-            longest=max(saves.longest, seconds),
-        )
+        seconds = time.monotonic() - began
+        self._count(seconds, seconds, saves=1)
         if last:
             self._last = seconds
 
@@ -251,7 +246,7 @@ class CheckpointManager:
         """
         if self.options.checkpoint_dir and self.options.save == "async":
             self.adapter.reserve_copies(self.task.model, self.task.optimizer)
-        if self._pending and self._pending.save.done():
+        if self._pending and self._pending.save.poll():
             self.finish()
 
     def finish(self) -> None:
@@ -262,12 +257,17 @@ class CheckpointManager:
         pending, self._pending = self._pending, None
         if path := pending.save.settle():
             self.path, self._saved = str(path), pending.mark
-        now, saves = time.monotonic(), self.saves
-        self.saves = replace(
-            saves,
-            stopped=saves.stopped + now - began,
-            waited=saves.waited + now - began,
-            longest=max(saves.longest, now - pending.began),
+        now = time.monotonic()
+        self._count(now - began, now - pending.began, waited=now - began)
+
+    def _count(self, stopped: float, whole: float, *, saves: int = 0, waited: float = 0.0) -> None:
+        """Count seconds for which the training stood still, for a save of ``whole`` seconds."""
+        before = self.saves
+        self.saves = Saves(
+            count=before.count + saves,
+            stopped=before.stopped + stopped,
+            waited=before.waited + waited,
+            longest=max(before.longest, whole),
         )
 
 

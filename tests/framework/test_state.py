@@ -14,8 +14,8 @@ from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.select import adapter
 from hvdtrain.config.strategies import PACKAGES, STRATEGIES
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint import save
 from hvdtrain.steps.checkpoint_files import Checkpoint
+from tests.saves import save
 
 
 def pytorch(width: int) -> tuple[Any, Any]:
@@ -218,7 +218,7 @@ def test_a_tensor_without_a_type_in_the_format_is_refused(
     for options in ({}, {"wait": False}):
         with pytest.raises(UsageError, match="phases is of type complex128, which safetensors"):
             save = hvd.save_checkpoint(tmp_path, model, optimizer, state={"step": 1}, **options)
-            save.wait()
+            save.result()
         assert not list(tmp_path.iterdir())
 
 

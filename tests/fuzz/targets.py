@@ -58,6 +58,7 @@ from hvdtrain.workloads.data.files import Names
 from hvdtrain.workloads.mnist import data as mnist
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
+from tests.saves import save
 from tests.studies import DDP, SINGLE, run, summary, trial
 from tests.timelines import straggling
 
@@ -265,7 +266,7 @@ def checkpoint_content() -> dict[str, bytes]:
     }
     model = {"weight": np.ones((3, 2), np.float32), "count": np.array(3)}
     saved = checkpoint_files.Checkpoint(model, {"momentum": np.zeros(2)}, progress)
-    files = written(lambda folder: checkpoints.save(folder, saved, keep=1))
+    files = written(lambda folder: save(folder, saved, keep=1))
     return {Path(name).name: data for name, data in files.items()}
 
 

@@ -35,10 +35,10 @@ def expect_snapshot(
             now = hvd.export_state(model, optimizer)
             state = {name: np.array(value) for name, value in {**now.model, **now.training}.items()}
             save = hvd.save_checkpoint(folder, model, optimizer, state={"step": 2}, wait=False)
-        elif save and save.done():
+        elif save and save.poll():
             break
     assert save and number > 3, number
-    path = save.wait()
+    path = save.result()
     saved = load_newest(folder)
     assert saved and saved.path == path
     held = {**saved.model, **saved.training}

@@ -31,6 +31,7 @@ from hvdtrain.adapters.state_view import (
     StateView,
     Take,
     check_names,
+    compare,
     digests_of,
 )
 from hvdtrain.config.comm_options import NONE
@@ -162,7 +163,7 @@ class TorchView(StateView):
                 buffers[name].copy_(tensor_of(sent))
         now = {name: array_of(value) for name, value in buffers.items()}
         reason = "right after the broadcast: please report it"
-        return self.compare(digests_of(Checkpoint(now, {})), reason)
+        return compare(self.adapter.communicator, digests_of(Checkpoint(now, {})), reason)
 
     @override
     def host_copies(self) -> HostCopies:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.pytorch.adapter import TorchView, array_of
 from hvdtrain.adapters.rank_buffers import separate_buffers
-from hvdtrain.adapters.state_view import DIFFERENT, Contribution, HostCopies, fitting
+from hvdtrain.adapters.state_view import Contribution, HostCopies, digests_of, fitting
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import (
@@ -98,13 +98,7 @@ class ShardedView(TorchView):
 
     @override
     def contribute(
-        self,
-        directory: Path,
-        optimizer: Any,
-        state: JsonValues,
-        ranks: Arrays,
-        keep: int,
-        copies: HostCopies | None,
+        self, optimizer: Any, state: JsonValues, ranks: Arrays, copies: HostCopies | None
     ) -> Contribution:
         replicated = self.replicated(optimizer, copies.copy if copies else None)
         pieces = list(self.pieces(optimizer))
@@ -125,8 +119,7 @@ class ShardedView(TorchView):
             copies.finish()
         return Contribution(
             lambda folder: self._write(folder, state["step"], pieces),
-            replicated,
-            partial(self.compare, reason=DIFFERENT, when=f"after step {state['step']} "),
+            partial(digests_of, replicated),
             sharded=True,
         )
 

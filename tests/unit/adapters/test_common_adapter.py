@@ -17,11 +17,11 @@ from hvdtrain.adapters.preflight import exchange
 from hvdtrain.adapters.state_view import StateView, Take
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
-from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import integrity
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
 from hvdtrain.steps.integrity import RankFacts
 from hvdtrain.steps.world import World
+from tests.saves import save
 
 Model = dict[str, Arrays]  # "weights", which all ranks share, and "running", each rank's own
 
@@ -268,7 +268,7 @@ def test_values_that_are_not_finite_are_neither_saved_nor_resumed(
     arrays = {"w": np.ones(2), "steps": np.array(0), "mean": np.zeros(1, np.float32)}
     arrays |= {name: np.array([value])} if where != "momentum" else {}
     momenta = {"m": np.array([value if where == "momentum" else 1.0])}
-    checkpoints.save(tmp_path, Checkpoint(arrays, momenta, {"step": 3}), keep=9)
+    save(tmp_path, Checkpoint(arrays, momenta, {"step": 3}), keep=9)
 
     def resume(communicator: Communicator) -> Any:
         state = ArrayAdapter(communicator).load_checkpoint(tmp_path, model_of(0), {})

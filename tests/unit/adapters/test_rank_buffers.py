@@ -30,6 +30,10 @@ def local_of(rank: int) -> Arrays:
     }
 
 
+def mean_of(communicator: Communicator, local: Arrays, seen: int) -> Arrays:
+    return mean_buffers(gather_buffers(communicator, local, seen))
+
+
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 500), st.integers(-99, 99)), min_size=1, max_size=4).filter(
@@ -39,7 +43,7 @@ def local_of(rank: int) -> Arrays:
 def test_the_mean_in_whole_numbers(on_ranks: Any, ranks: list[tuple[int, int]]) -> None:
     def act(communicator: Communicator) -> float:
         seen, value = ranks[communicator.rank]
-        return float(mean_buffers(communicator, {"x": np.array([float(value)])}, seen)["x"][0])
+        return float(mean_of(communicator, {"x": np.array([float(value)])}, seen)["x"][0])
 
     total = sum(seen for seen, _ in ranks)
     expected = Fraction(sum(seen * value for seen, value in ranks), total)
@@ -53,7 +57,7 @@ def test_the_mean_is_weighted_by_samples_if_there_are_any(
     def act(communicator: Communicator) -> tuple[Arrays, Arrays]:
         rank = communicator.rank
         local = local_of(rank if any(seen) else 0)  # nothing trained yet: all have the same
-        return mean_buffers(communicator, local, seen[rank]), local
+        return mean_of(communicator, local, seen[rank]), local
 
     for rank, (mean, local) in enumerate(on_ranks(3, act)):
         # (3 x rank 0 + 0 x rank 1 + 1 x rank 2) / 4
@@ -71,7 +75,7 @@ def test_without_samples_all_ranks_weigh_the_same(on_ranks: Any) -> None:
     """As in a loop with a sampler of its own, which nothing counts."""
 
     def act(communicator: Communicator) -> Arrays:
-        return mean_buffers(communicator, local_of(communicator.rank), 0)
+        return mean_of(communicator, local_of(communicator.rank), 0)
 
     for mean in on_ranks(3, act):
         assert mean["mean"].tolist() == [[2, 4], [8, 16]]
@@ -91,7 +95,7 @@ def test_what_is_equal_on_all_ranks_stays_so(on_ranks: Any, seen: tuple[int, ...
     def act(communicator: Communicator) -> Arrays:
         rank = communicator.rank
         own = np.array([-np.inf, float(rank), 1.0])
-        return mean_buffers(communicator, {**equal, "own": own}, seen[rank])
+        return mean_of(communicator, {**equal, "own": own}, seen[rank])
 
     for mean in on_ranks(3, act):
         for name, value in equal.items():

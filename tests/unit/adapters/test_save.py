@@ -65,11 +65,11 @@ def test_what_is_saved_is_the_state_at_the_call(
         adapter, model, save = begun(communicator, tmp_path)
         model["weights"]["w"] += 100.0  # the training continues
         adapter.sums.update()
-        unfinished = save.done()
+        unfinished = save.poll()
         communicator.wait_for_all()
         gate.set()
-        path = save.wait()
-        return unfinished, path, save.done(), save.wait()
+        path = save.result()
+        return unfinished, path, save.poll(), save.result()
 
     final = tmp_path / "step-000000001"
     assert on_ranks(size, act) == [(False, final, True, final)] * size
@@ -91,7 +91,7 @@ def test_a_save_is_complete_some_updates_later_without_waiting(
         seen = []
         while not (seen and seen[-1]):
             adapter.sums.update()
-            seen.append(save.done())
+            seen.append(save.poll())
             if len(seen) == 4:
                 assert not list(tmp_path.glob("step-*"))
                 gate.set()
@@ -110,7 +110,7 @@ def test_a_second_save_waits_for_the_first(
         adapter, model, first = begun(communicator, tmp_path)
         gate.set()
         second = adapter.save_checkpoint(tmp_path, model, {}, state={"step": 2}, wait=False)
-        return first.is_over, second.wait().name
+        return first.is_over, second.result().name
 
     assert on_ranks(2, act) == [(True, "step-000000002")] * 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001", "step-000000002"]
@@ -141,11 +141,11 @@ def test_a_failure_is_raised_on_every_rank_and_the_next_save_is_right(
         gate.set()
         caught = None
         try:
-            save.wait()
+            save.result()
         except HvdtrainError as error:
             caught = error
         again = adapter.save_checkpoint(tmp_path, model_of(0), {}, state={"step": 2}, wait=False)
-        return caught, again.wait()
+        return caught, again.result()
 
     for caught, path in on_ranks(2, act):
         assert type(caught) is kind
@@ -176,9 +176,7 @@ def test_the_thread_gives_way_to_the_training() -> None:
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    stage = saves._Stage(niceness, in_background=True)
-    assert stage.result() == min(19, niceness() + saves.NICE)
-    assert saves._Stage(niceness, in_background=False).result() == niceness()
+    assert saves.in_thread(niceness).result() == min(19, niceness() + saves.NICE)
 
 
 def test_the_next_save_raises_an_error_that_nobody_has_seen(
@@ -193,7 +191,7 @@ def test_the_next_save_raises_an_error_that_nobody_has_seen(
             checkpoints.remove_partial(tmp_path)
         ready.wait()
         gate.set()
-        while not save.done():
+        while not save.poll():
             adapter.sums.update()
         with pytest.raises(CheckpointError, match="step 1 cannot be written"):
             adapter.save_checkpoint(tmp_path, model, {}, state={"step": 2})
@@ -211,7 +209,7 @@ def test_a_save_that_cannot_begin_fails_when_it_is_waited_for(
         _, _, save = begun(communicator, tmp_path / "file")
         over = save.is_over
         with pytest.raises(CheckpointError, match="step 1 cannot be written"):
-            save.wait()
+            save.result()
         return over
 
     assert on_ranks(2, act) == [True, True]
@@ -268,9 +266,9 @@ def test_ranks_that_have_summed_nothing_do_not_wait_for_different_disks(
         adapter, model = ArrayAdapter(communicator), model_of(0)
         adapter.samples_seen = 1
         save = adapter.save_checkpoint(tmp_path, model, {}, state={"step": 1}, wait=False)
-        unfinished = save.done()
+        unfinished = save.poll()
         gate.set()
-        return unfinished, save.wait().name
+        return unfinished, save.result().name
 
     assert on_ranks(2, act) == [(False, "step-000000001")] * 2
 
@@ -285,7 +283,7 @@ def test_no_memory_is_reserved_while_a_save_is_written(
         model["weights"]["w"] += 100.0
         adapter.reserve_copies(model, {"m": np.array([5.0])})
         gate.set()
-        return save.wait()
+        return save.result()
 
     on_ranks(2, act)
     saved = checkpoints.load_newest(tmp_path)

@@ -30,7 +30,6 @@ from hvdtrain.steps.checkpoint import (
     load,
     load_newest,
     newest_name,
-    save,
     set_aside,
 )
 from hvdtrain.steps.checkpoint_files import (
@@ -44,6 +43,7 @@ from hvdtrain.steps.checkpoint_files import (
     read,
 )
 from tests.conftest import error_of, flipped
+from tests.saves import save
 
 FILES = (MODEL_FILE, TRAINING_FILE, STATE_FILE)
 

@@ -16,7 +16,6 @@ import pytest
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.steps.checkpoint import save
 from hvdtrain.steps.checkpoint_files import Checkpoint
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.files import (
@@ -31,6 +30,7 @@ from hvdtrain.system.files import (
 from hvdtrain.system.folder import Folder
 from hvdtrain.system.output import plots
 from hvdtrain.training.progress import Progress
+from tests.saves import save
 
 
 def write(path: Path, data: bytes) -> None:

@@ -12,12 +12,13 @@ import pytest
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint import read_newest_state, save
+from hvdtrain.steps.checkpoint import read_newest_state
 from hvdtrain.steps.checkpoint_files import STATE_FILE, Checkpoint
 from hvdtrain.system.runtime.detect import SINGLE_RANK
 from hvdtrain.training.checks import check_early
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
+from tests.saves import save
 
 
 def look(size: int = 1, **options: Any) -> None:
