@@ -152,13 +152,9 @@ class StateView(ABC):
     def local_buffers(self) -> Arrays:
         """Return copies of the float buffers that differ by rank (running statistics)."""
 
-    def buffers(self) -> Arrays:
-        """Return copies of all buffers that an update may change, also those that count."""
-        return self.local_buffers()
-
     @abstractmethod
     def set_local_buffers(self, arrays: Arrays) -> None:
-        """Restore the arrays returned by ``local_buffers`` or ``buffers``."""
+        """Restore the arrays returned by ``local_buffers``."""
 
     @abstractmethod
     def trained_names(self) -> set[str]:
