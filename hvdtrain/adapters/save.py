@@ -152,9 +152,9 @@ class Save:
                 folder = checkpoints.begin(self._directory, self.step)
                 self._commit(folder, mine.write(folder))
 
-        alone = mine and is_root and not mine.sharded  # this rank writes the whole checkpoint
+        writes_all = mine and is_root and not mine.sharded
         expected = self._adapter.stop_wanted
-        with surviving_kill(rescue, expected=expected) if alone else nullcontext():
+        with surviving_kill(rescue, expected=expected) if writes_all else nullcontext():
             while not self.is_over:
                 self._advance()
 
