@@ -342,6 +342,7 @@ class CommonAdapter(StateAdapter):
         part = self.current_part
         return part.weight if part else 1.0 / self.world.size
 
+    @together
     @override
     def distribute_optimizer(self, model: Any, optimizer: Any = None) -> tuple[Any, Any]:
         if optimizer is None:

@@ -11,12 +11,20 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
+from xxhash import xxh3_128
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.checkpoint_files import Arrays, Checkpoint, Tensors
 
 PREFIX = "rank_buffers/"  # arrays of shape (world size, *shape of the buffer)
 SEEN = "rank_samples"  # int64, shape (world size,)
+
+
+def different_buffers(communicator: Communicator, local: Arrays) -> Arrays:
+    """Return those of ``local`` that are not equal on all ranks."""
+    mine = {name: xxh3_128(value.tobytes()).hexdigest() for name, value in local.items()}
+    rows = communicator.gather_json(mine)
+    return {k: v for k, v in local.items() if any(row[k] != mine[k] for row in rows)}
 
 
 def gather_buffers(communicator: Communicator, local: Arrays, seen: int) -> Arrays:

@@ -18,7 +18,12 @@ from typing import Any
 from typing_extensions import override
 
 from hvdtrain.adapters.base import Adapter, JsonValues
-from hvdtrain.adapters.rank_buffers import buffers_of_rank, gather_buffers, mean_buffers
+from hvdtrain.adapters.rank_buffers import (
+    buffers_of_rank,
+    different_buffers,
+    gather_buffers,
+    mean_buffers,
+)
 from hvdtrain.adapters.save import Save
 from hvdtrain.adapters.state_view import (
     OPTIONS,
@@ -26,7 +31,6 @@ from hvdtrain.adapters.state_view import (
     HostCopies,
     StateView,
     compare,
-    digests_of,
 )
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
@@ -132,8 +136,8 @@ class StateAdapter(Adapter):
         self._compare(model, optimizer, text)
 
     def _compare(self, model: Any, optimizer: Any, text: str, *, when: str = "") -> str:
-        replicated = self.view(model, optimizer).replicated(optimizer)
-        return compare(self.communicator, digests_of(replicated), text, when=when)
+        digests = self.view(model, optimizer).digests(optimizer)
+        return compare(self.communicator, digests, text, when=when)
 
     @together
     @override
@@ -158,7 +162,7 @@ class StateAdapter(Adapter):
         state = {**state, "world_size": self.world.size}
         if options := view.options(optimizer):
             state[OPTIONS] = [self._initial_options.get(optimizer, options), options]
-        with self.averaged_buffers(model) as ranks:
+        with self.averaged_buffers(model, all_rows=True) as ranks:
             mine = view.contribute(optimizer, state, ranks, copies)
             in_background = copies is not None
             save = Save(self, directory, mine, state, keep, in_background=in_background)
@@ -321,17 +325,18 @@ class StateAdapter(Adapter):
         return state
 
     @contextmanager
-    def averaged_buffers(self, model: Any) -> Iterator[Arrays]:
+    def averaged_buffers(self, model: Any, *, all_rows: bool = False) -> Iterator[Arrays]:
         """Replace the running statistics of ``model`` by the mean of all ranks within the block.
 
-        Yields those of all ranks, see ``gather_buffers``, or nothing if it has none.
+        Yields those of all ranks, see ``gather_buffers``: if not ``all_rows``, only what differs.
         """
         view = self.view(model)
         local, ranks = view.local_buffers(), {}
-        if local:
-            with self.waits.during("averaged_buffers"):
-                ranks = gather_buffers(self.communicator, local, self._seen)
         averages = self.world.size > 1 and bool(local)
+        if averages or (local and all_rows):
+            with self.waits.during("averaged_buffers"):
+                sent = local if all_rows else different_buffers(self.communicator, local)
+                ranks = gather_buffers(self.communicator, sent, self._seen)
         if averages:
             view.set_local_buffers(mean_buffers(ranks))
         try:

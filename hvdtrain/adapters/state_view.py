@@ -45,7 +45,7 @@ DIFFERENT = (
 
 OPTIONS = "optimizer_options"  # in the state of a ``Checkpoint``
 Groups = list[dict[str, object]]
-"""Numbers of an optimizer (learning rate, momentum, ...) by name, for each parameter group."""
+"""Options of an optimizer (learning rate, momentum, ...) by name, for each parameter group."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,15 @@ class StateView(ABC):
         """Return the part of the state that is identical on all ranks after each update."""
         return self._trained(self.export(optimizer, take))
 
+    def digests(self, optimizer: Any) -> dict[str, bytes]:
+        """Return the digests of ``replicated``; a device's tensors are copied one at a time."""
+        tensors = self.replicated(optimizer, lambda _kind, _name, tensor: tensor)
+        return digests_of(tensors, self.array)
+
+    def array(self, tensor: Any) -> np.ndarray[Any, Any]:
+        """Return a tensor of the framework as an array, which may share its memory."""
+        return np.asarray(tensor)
+
     def _trained(self, state: Checkpoint) -> Checkpoint:
         names = self.trained_names()
         return replace(state, model={k: v for k, v in state.model.items() if k in names})
@@ -216,7 +225,7 @@ class StateView(ABC):
             copies: copies to write, so that the training can continue; None: write without a copy.
         """
         if not self.adapter.communicator.is_root:  # it writes nothing, and needs no copies
-            digests = digests_of(self.replicated(optimizer))
+            digests = self.digests(optimizer)
             return Contribution(lambda folder: [], lambda: digests)
         arrays = self.export(optimizer, copies.copy if copies else None)
         if copies:
@@ -302,16 +311,21 @@ def check_names(tensors: Mapping[str, Any], arrays: Tensors, trouble: str) -> No
         )
 
 
-def digests_of(state: Checkpoint) -> dict[str, bytes]:
-    """Return the XXH3 digest of each tensor of ``state``, by a name for messages."""
+def digests_of(
+    state: Checkpoint, array: Callable[[Any], np.ndarray[Any, Any]] = np.asarray
+) -> dict[str, bytes]:
+    """Return the XXH3 digest of each tensor of ``state``, by a name for messages.
+
+    ``array`` makes an array of a tensor.
+    """
     digests = {
         f"{name} of group {number} of the optimizer": xxh3_128(repr(value).encode()).digest()
         for number, group in enumerate(state.state.get(OPTIONS, ()))
         for name, value in sorted(group.items())
     }
-    digests |= {name: _digest(name, state.model[name]) for name in sorted(state.model)}
+    digests |= {name: _digest(name, array(state.model[name])) for name in sorted(state.model)}
     for name in sorted(state.training):
-        digests[f"{name} of the optimizer"] = _digest(name, state.training[name])
+        digests[f"{name} of the optimizer"] = _digest(name, array(state.training[name]))
     return digests
 
 

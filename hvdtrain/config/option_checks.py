@@ -9,7 +9,7 @@ TENSORFLOWS_SEED = 2**32 - 1  # of keras.utils.set_random_seed and NumPy's legac
 
 
 def check(options: Options) -> Options:
-    """Raise if options contradict each other.
+    """Raise if options cannot be combined.
 
     Raises:
         UsageError: naming the options.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +51,12 @@ class Guard:
     def _now(self) -> Tensors:
         return [b for buffers in self._buffers for b in buffers.values() if b is not None]
 
+    def _pairs(self, before: Tensors) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each buffer and its copy; none if the network has made others, as caches."""
+        now = self._now()
+        if [buffer.shape for buffer in now] == [copy.shape for copy in before]:
+            yield from zip(now, before, strict=True)
+
     def is_finite(self) -> bool:
         """Return whether all gradients are finite; all ranks of a sharded model call it."""
         if self._find_inf():
@@ -80,14 +86,14 @@ class Guard:
     @torch.no_grad()
     def keep_finite(self) -> None:
         """End an update that a loss scaler may skip: restore buffers that are not finite."""
-        for buffer, before in zip(self._now(), self._before[-1], strict=True):
+        for buffer, before in self._pairs(self._before[-1]):
             if buffer.is_floating_point():
                 buffer.copy_(torch.where(buffer.isfinite(), buffer, before))
 
     @torch.no_grad()
     def restore(self, updates: int = 1) -> None:
         """Restore the buffers to those before the latest ``updates``."""
-        for buffer, before in zip(self._now(), self._before[-updates], strict=True):
+        for buffer, before in self._pairs(self._before[-updates]):
             if buffer.is_floating_point() or buffer.is_contiguous():  # expanded: cannot be written
                 buffer.copy_(before)
 

@@ -164,7 +164,7 @@ class TorchTask(Task):
         if self._guard is None:  # the strategy has distributed model and optimizer
             self._guard = Guard(self.model, self.optimizer, self.sum_shards)
             self.model.train()
-        if not self.model.training:  # after an evaluation
+        elif not self.model.training:  # after an evaluation
             self.model.train()
         deferred = self.deferred
         self._guard.begin(deferred=deferred)

@@ -15,8 +15,8 @@ from hvdtrain.tasks.task import NotFinite, Task
 from hvdtrain.training.checkpoint_manager import TrainState
 from hvdtrain.training.plan import Session
 
-MOST_SKIPPED = 10  # consecutive updates that --on-nan skip skips
-LEAST_SCALE = 2.0**-10  # of the loss: 26 updates in a row after an initial scale of 65536
+MAX_SKIPPED = 10  # consecutive updates that --on-nan skip skips
+MIN_SCALE = 2.0**-10  # of the loss: 26 updates in a row after an initial scale of 65536
 
 
 class Losses:
@@ -98,7 +98,7 @@ class OnNan:
     def check_loss_scale(self, step: int) -> None:
         """Raise ``TrainingError``, on every rank, if updates have overflowed up to ``step``."""
         scaled = self._task.loss_scale
-        if scaled and not scaled.scale >= LEAST_SCALE:
+        if scaled and not scaled.scale >= MIN_SCALE:
             raise agreed(
                 TrainingError(
                     f"the loss scale is {scaled.scale:g} at step {step}: gradients in fp16 are not "
@@ -127,7 +127,7 @@ class OnNan:
         """
         self._adapter.samples_seen -= part.count  # they weigh the running statistics of this rank
         trouble = self._report(now, part, reason)
-        if self._mode == "skip" and self._consecutive < MOST_SKIPPED:
+        if self._mode == "skip" and self._consecutive < MAX_SKIPPED:
             self._consecutive += 1
             now.skipped += 1
             now.position = Position(part.start.epoch, part.start.consumed + part.global_count)
@@ -137,7 +137,7 @@ class OnNan:
         remedy = ". Lower --lr, check the data, or skip such updates by --on-nan skip"
         if self._mode == "skip":
             remedy = (
-                f"; the {MOST_SKIPPED} updates before it were skipped. Lower --lr or check the data"
+                f"; the {MAX_SKIPPED} updates before it were skipped. Lower --lr or check the data"
             )
         raise agreed(TrainingError(trouble + remedy))
 

@@ -19,7 +19,7 @@ from hvdtrain.tasks.task import Recipe, Task, Workload
 
 BENCHMARK_STEPS = 100  # also on random samples
 EMA = "--ema"  # in the name of an optimizer in a checkpoint
-FEW_UPDATES = 30  # of a training whose number of epochs the user has set
+MIN_UPDATES = 30  # of a training whose number of epochs the user has set
 LARGE_BATCH_WARMUP = 1 / 6  # share of the epochs, with LARS and LAMB
 
 
@@ -200,7 +200,7 @@ def notes(options: Options, plan: TrainingPlan, samples: int) -> tuple[str, ...]
             "evaluated then"
         )
     updates = plan.epochs * math.ceil(samples / plan.global_batch)
-    if options.epochs and plan.num_steps is None and updates < FEW_UPDATES:
+    if options.epochs and plan.num_steps is None and updates < MIN_UPDATES:
         lines.append(
             f"only {plural(updates, 'update')} in {epochs}, too few to learn much: use more "
             "--epochs or a smaller --batch-size"

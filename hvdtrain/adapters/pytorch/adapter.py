@@ -110,7 +110,7 @@ class TorchView(StateView):
 
     @override
     def export(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
-        take = take or (lambda _kind, _name, tensor: array_of(tensor))
+        take = take or (lambda _kind, _name, tensor: self.array(tensor))
         model, training = (
             {name: take(kind, name, self.whole(value)) for name, value in tensors.items()}
             for kind, tensors in (
@@ -134,13 +134,20 @@ class TorchView(StateView):
     def set_options(self, optimizer: Any, groups: Groups) -> None:
         known = self.options(optimizer)
         if len(known) != len(groups):
-            raise UsageError("the optimizer has not as many parameter groups as that of rank 0")
+            raise UsageError(
+                f"the optimizer has {len(known)} parameter groups, that of rank 0 {len(groups)}: "
+                "create it with the same groups on every rank"
+            )
         for group, mine, options in zip(optimizer.param_groups, known, groups, strict=True):
             for name, value in options.items():
                 if isinstance(group.get(name), torch.Tensor):
                     group[name].fill_(value)
                 elif name not in mine or mine[name] != value:
                     group[name] = tuple(value) if isinstance(value, list) else value
+
+    @override
+    def array(self, tensor: Any) -> np.ndarray[Any, Any]:
+        return array_of(tensor)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole of a tensor of the state, for ``export``."""
@@ -297,7 +304,8 @@ class PyTorchAdapter(CommonAdapter):
             text = elementwise.check(optimizer, self.name, self.updates)
         if isinstance(optimizer, torch.optim.LBFGS):
             text = "LBFGS keeps lists, which no checkpoint holds: save with None as the optimizer"
-        self.communicator.on_root(lambda: _warn(text))
+        if text and self.communicator.is_root:
+            _warn(text)
         if not any(map(IS_TRAINED, parameters_of(optimizer))):
             raise UsageError(
                 "distribute_optimizer: no parameter of the optimizer has requires_grad, so nothing "
@@ -411,10 +419,9 @@ def _is_in_numpy(kind: torch.dtype) -> bool:
     return True
 
 
-@functools.cache
+@functools.cache  # for several optimizers
 def _warn(text: str) -> None:
-    if text:
-        log.warning(text)  # once, of several optimizers
+    log.warning(text)
 
 
 def array_of(value: torch.Tensor) -> np.ndarray[Any, Any]:

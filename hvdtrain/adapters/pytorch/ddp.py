@@ -149,13 +149,15 @@ class ModelSums:
             yield
         self.blocked_seconds += time.perf_counter() - started
 
-    def check(self, signals: torch.Tensor) -> bool:
-        """``check`` the signals: on a GPU those of the sum before.
+    def check_signals(self, signals: torch.Tensor, *, now: bool = False) -> bool:
+        """``check`` the signals: on a GPU, unless ``now``, those of the sum before.
 
-        Reading these would make the host wait for the GPU in each pass.
+        Reading these would make the host wait for the GPU in each pass. So an error is raised one
+        pass late there, and the last pass is not checked.
         """
-        if signals.device.type == accelerator.CPU:
-            return check(signals)
+        on_gpu = signals.device.type != accelerator.CPU
+        if now or not on_gpu:
+            return check(signals, alone=on_gpu)
         unread, self._unread = self._unread, accelerator.copy_to_host(signals)
         if unread is None:
             return False
@@ -296,7 +298,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         fill(signals, self.adapter.flags, STEP)
         with self.blocked(SUM):
             dist.all_reduce(signals)
-            check(signals)
+            self.check_signals(signals, now=True)
             for bucket in self._buckets:
                 if bucket.flat is None:
                     bucket.allocate()
@@ -345,7 +347,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
             for number, (work, future, message, kind) in enumerate(sums):
                 work.wait()
                 if not number:
-                    self.check(message)
+                    self.check_signals(message)
                 future.set_result(message.to(kind))
         sizes = [message.numel() * message.element_size() for _, _, message, _ in sums[1:]]
         self.messages = {"count": len(sizes), "bytes": sum(sizes)}

@@ -41,13 +41,13 @@ from hvdtrain.adapters.pytorch.sums import (
     STEP,
     TYPES,
     before_step,
-    check,
     fill,
     once_per_step,
 )
 from hvdtrain.adapters.state_view import OPTIONS, StateView, Take
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
+from hvdtrain.system.machine import accelerator
 from hvdtrain.system.runtime.exit import agreed as on_all_ranks
 from hvdtrain.system.runtime.waits import SUM
 
@@ -297,13 +297,12 @@ class Communication(ModelSums):
         fill(sent, self.adapter.flags, self.adapter.parts_begun % STEP, late=assigned)
         with self.blocked(SUM):
             dist.all_reduce(sent)
-        if check(sent) if assigned else self.check(sent):
-            raise on_all_ranks(
-                UsageError(
-                    "--strategy fsdp cannot sum gradients that were assigned to .grad: change "
-                    "those of backward() in place, or use --strategy horovod, ddp or zero"
-                )
+        if self.check_signals(sent, now=assigned):
+            error = UsageError(
+                "--strategy fsdp cannot sum gradients that were assigned to .grad: change those of "
+                "backward() in place, or use --strategy horovod, ddp or zero"
             )
+            raise on_all_ranks(error) if self.adapter.device.type == accelerator.CPU else error
         self.adapter.sent = sent
         self._summed = False
 

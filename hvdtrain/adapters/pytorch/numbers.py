@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hvdtrain.collectives.torch_distributed import FOREVER
 from hvdtrain.system.runtime.waits import Waits
 
 READING = "item() of a sharded tensor"
@@ -16,7 +17,7 @@ ITEM = torch.ops.aten._local_scalar_dense.default  # what item(), float() and bo
 
 
 def read_whole(device: str, waits: Waits) -> None:
-    """Let ``item()`` of a sum, norm or maximum return that of all ranks; all must call it.
+    """Let ``item()`` of a parameter, sum, norm or maximum return the whole; all ranks must call it.
 
     PyTorch returns that of this rank's rows. The numbers have a process group of their own: a rank
     that reads one alone must not receive the gradients of others.
@@ -24,13 +25,18 @@ def read_whole(device: str, waits: Waits) -> None:
     handlers = DTensor._op_dispatcher._custom_op_handlers  # there is no public API for it
     if ITEM in handlers:
         return
-    mesh: Any = DeviceMesh.from_group(dist.new_group(), device)
+    mesh: Any = DeviceMesh.from_group(dist.new_group(timeout=FOREVER), device)
 
     def item(_: Any, values: tuple[Any, ...], __: Any) -> Any:
-        local, placements = values[0].to_local(), values[0].placements
-        if any(placement.is_partial() for placement in placements):
+        value, local = values[0], values[0].to_local()
+        is_whole = all(placement.is_replicate() for placement in value.placements)
+        if not is_whole and value.device_mesh.mesh.tolist() == mesh.mesh.tolist():
+            shape, stride = value.shape, value.stride()
             with waits.during(READING):
-                local = DTensor.from_local(local, mesh, placements).full_tensor()
+                sharded = DTensor.from_local(
+                    local, mesh, value.placements, shape=shape, stride=stride
+                )
+                local = sharded.full_tensor()
         return local.item()
 
     handlers[ITEM] = item  # type: ignore[assignment]

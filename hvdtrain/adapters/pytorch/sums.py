@@ -94,21 +94,21 @@ def agreed(sums: torch.Tensor) -> Flags:
     return Flags(*(value > 0 for value in sums[: len(Flags._fields)].tolist()))
 
 
-def check(sums: torch.Tensor) -> bool:
+def check(sums: torch.Tensor, *, alone: bool = False) -> bool:
     """Return whether any rank has late gradients, from the ``sums`` of signals.
 
     Raises:
-        UsageError: on every rank, if the ranks were at different moments.
+        UsageError: the ranks were at different moments; on every rank, unless this one reads
+            the sums ``alone``.
     """
     late, *moments = sums[len(Flags._fields) :].tolist()
     if sum(map(bool, moments)) > 1:
-        raise on_all_ranks(
-            UsageError(
-                "the ranks make different backward passes or steps: every rank must make each of "
-                "them, in a closure too, also on a stand-in (`part.count` is 0: do not skip it), "
-                "and assign gradients on all ranks or on none"
-            )
+        error = UsageError(
+            "the ranks make different backward passes or steps: every rank must make each of "
+            "them, in a closure too, also on a stand-in (`part.count` is 0: do not skip it), "
+            "and assign gradients on all ranks or on none"
         )
+        raise error if alone else on_all_ranks(error)
     return late > 0
 
 

@@ -139,10 +139,10 @@ class WatchedLauncher:
         tree: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             tree = psutil.Process(self.process.pid).children(recursive=True)
-        for number, patience in END_SIGNALS.get(self.dialect, DEFAULT_SIGNALS):
+        for number, timeout in END_SIGNALS.get(self.dialect, DEFAULT_SIGNALS):
             self.process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(patience)
+                self.process.wait(timeout)
                 break
         self.process.kill()
         for child in tree:

@@ -284,7 +284,7 @@ def check_job(job: Job) -> None:
     if job.chain and job.ladder:
         raise UsageError("--chain and --ladder: only a single command can be resumed")
     if job.once and job.ladder:
-        raise UsageError("--once and --ladder cannot be combined")
+        raise UsageError("--once and --ladder cannot be combined: omit one")
     if job.stage_env:
         refuse_value(job.command)
     if job.once and job.stage_env:

@@ -284,12 +284,12 @@ def _forward_lines(process: subprocess.Popen[str], arrived: queue.SimpleQueue[st
 
 def _end_group(process: subprocess.Popen[str]) -> None:
     """End ``process`` and its descendants with SIGTERM, then SIGKILL."""
-    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
+    for number, timeout in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
         # SIGKILL is sent even if the leader has ended: a child may ignore SIGTERM.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
+            process.wait(timeout)
     for folder in Path("/proc").glob("[0-9]*"):
         # E.g. mpirun's ssh, which has its own process group and ignores SIGTERM.
         with contextlib.suppress(ProcessLookupError):

@@ -169,16 +169,16 @@ def agreed(error: HvdtrainError) -> HvdtrainError:
 _speaking = threading.Lock()  # never released: its holder ends the process
 
 
-def _disconnect(patience: float) -> None:
+def _disconnect(timeout: float) -> None:
     """Shut down the communication library before all ranks exit with a nonzero code together.
 
     Otherwise MPI on other hosts aborts when the first connection breaks, and mpirun returns the
-    exit code of the abort. Other ranks are waited for at most ``patience`` seconds.
+    exit code of the abort. Other ranks are waited for at most ``timeout`` seconds.
     """
     for end in process_status.disconnect:
         thread = threading.Thread(target=end, name="disconnect", daemon=True)
         thread.start()
-        thread.join(patience)
+        thread.join(timeout)
 
 
 def fail(

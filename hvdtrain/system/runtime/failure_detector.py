@@ -61,9 +61,7 @@ LENGTH = 2  # bytes of the length
 
 CONNECT = 3.0  # seconds for an address to answer; a host may have unreachable ones
 ANSWER_TIMEOUT = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
-HELLO_TIMEOUT = (
-    30.0  # seconds for a connecting process to send its rank; it may be busy, or no rank
-)
+HELLO_TIMEOUT = 30.0  # seconds for a connecting process to send its rank; it may be busy
 KEY = 32  # bytes of the secret, and of a proof
 NONCE = 16  # bytes of the random number
 RANK = 4  # bytes of a rank

@@ -168,12 +168,12 @@ def end_with_parent(_: int = 0) -> None:
         multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
 
-    def read_commands() -> None:
+    def wait_for_sigterm() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
             pass
         os._exit(1)
 
-    for wait in (watch, read_commands):
+    for wait in (watch, wait_for_sigterm):
         threading.Thread(target=wait, name="end with parent", daemon=True).start()
 
 

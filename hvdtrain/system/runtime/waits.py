@@ -105,9 +105,8 @@ class Waits:
             return
         self.number += 1
         self._sums += call == SUM
-        since = time.monotonic() - (
-            REPORT_DELAY if call == END else 0.0
-        )  # the end is reported at once
+        # The end is reported at once.
+        since = time.monotonic() - (REPORT_DELAY if call == END else 0.0)
         self._call = wait = Wait(self.number, self._sums, call, since)
         try:
             with self.mark(call):

@@ -146,6 +146,10 @@ def numbers() -> None:
             value.grad.mul_(norm + value.grad.square().sum().item())
 
     equal(sgd_of, reads=clip)
+    model = net()
+    model.scale = torch.nn.Parameter(torch.full((1,), 0.5))  # with fsdp on one rank
+    used, _ = hvd.distribute_optimizer(model, sgd_of(model.parameters()))
+    assert (used.module if strategy == "zero" else used).scale.item() == 0.5
 
 
 def sgd_of(values: Any) -> torch.optim.Optimizer:

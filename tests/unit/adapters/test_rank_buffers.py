@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.adapters.rank_buffers import (
     buffers_of_rank,
+    different_buffers,
     gather_buffers,
     mean_buffers,
     separate_buffers,
@@ -69,6 +70,15 @@ def test_the_mean_is_weighted_by_samples_if_there_are_any(
         for name, value in local_of(rank if any(seen) else 0).items():
             assert np.array_equal(local[name], value)  # unchanged
             assert (mean[name].dtype, mean[name].shape) == (value.dtype, value.shape)
+
+
+def test_only_buffers_that_differ_are_averaged(on_ranks: Any) -> None:
+    def act(communicator: Communicator) -> list[str]:
+        local = {"mask": np.array([-np.inf, 0.0]), "mean": np.array(1.0 * communicator.rank)}
+        return list(different_buffers(communicator, local))
+
+    assert on_ranks(3, act) == [["mean"]] * 3
+    assert on_ranks(1, act) == [[]]
 
 
 def test_without_samples_all_ranks_weigh_the_same(on_ranks: Any) -> None:

@@ -21,7 +21,7 @@ SHARED = re.compile(
     r"orangefs|panfs|pvfs2|smb3|virtiofs|wekafs"
 )
 MIN_FREE = GIB // 10  # a checkpoint of ResNet-50 with its momenta takes 0.2 GiB
-FEW_FREE = 5 * GIB
+LOW_FREE = 5 * GIB
 BLOCK = 4096  # bytes of the trial write
 SKEW = 1.0  # seconds; make, checkpoints and logs compare times of this order
 
@@ -113,7 +113,7 @@ def _space(directory: Directory, hosts: int) -> Finding:
         limit = "no more files" if directory.files_free == 0 else "full"
         remedy = "free space, or use another file system (--checkpoint-dir, TMPDIR)"
         return Finding(name, state, f"{evidence}: {limit}", remedy)
-    if directory.free < FEW_FREE:
+    if directory.free < LOW_FREE:
         return Finding(name, WARNING, evidence, "checkpoints may fill it; free space")
     if name == "current directory" and hosts > 1 and not shared:
         remedy = (
