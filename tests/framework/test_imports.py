@@ -22,7 +22,7 @@ from tests.conftest import LONG, environment
 BUDGET = 100
 # What the project's modules import that a framework may not: its dependencies, and psutil of MPI.
 PACKAGES = {"PIL", "hvdtrain", "msgspec", "packaging", "psutil", "rich", "safetensors", "yaml"}
-PACKAGES |= {"pynvml"}  # optional
+PACKAGES |= {"xxhash", "pynvml"}  # the second is optional
 # An update without the project.
 BARE = {
     "pytorch": (
