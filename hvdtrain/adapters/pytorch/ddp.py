@@ -157,7 +157,7 @@ class ModelSums:
         """
         on_gpu = signals.device.type != accelerator.CPU
         if now or not on_gpu:
-            return check(signals, alone=on_gpu)
+            return check(signals, by_all=not on_gpu)
         unread, self._unread = self._unread, accelerator.copy_to_host(signals)
         if unread is None:
             return False

@@ -94,12 +94,12 @@ def agreed(sums: torch.Tensor) -> Flags:
     return Flags(*(value > 0 for value in sums[: len(Flags._fields)].tolist()))
 
 
-def check(sums: torch.Tensor, *, alone: bool = False) -> bool:
+def check(sums: torch.Tensor, *, by_all: bool = True) -> bool:
     """Return whether any rank has late gradients, from the ``sums`` of signals.
 
     Raises:
-        UsageError: the ranks were at different moments; on every rank, unless this one reads
-            the sums ``alone``.
+        UsageError: the ranks were at different moments. It is reported once if these sums are
+            checked ``by_all`` ranks.
     """
     late, *moments = sums[len(Flags._fields) :].tolist()
     if sum(map(bool, moments)) > 1:
@@ -108,7 +108,7 @@ def check(sums: torch.Tensor, *, alone: bool = False) -> bool:
             "them, in a closure too, also on a stand-in (`part.count` is 0: do not skip it), "
             "and assign gradients on all ranks or on none"
         )
-        raise error if alone else on_all_ranks(error)
+        raise on_all_ranks(error) if by_all else error
     return late > 0
 
 
