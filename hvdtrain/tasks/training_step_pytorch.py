@@ -26,7 +26,7 @@ from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of, 
 from hvdtrain.tasks.guard_pytorch import Guard, is_fused, values
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
 from hvdtrain.tasks.moving_average import MovingAverage
-from hvdtrain.tasks.optimizers_pytorch import Layerwise, local, make_optimizer
+from hvdtrain.tasks.optimizers_pytorch import local, make_optimizer
 from hvdtrain.tasks.task import LossScale, NotFinite, Task
 
 Losses = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -136,8 +136,6 @@ class TorchTask(Task):
             model.to(memory_format=self._layout)  # type: ignore[call-overload]
         on_gpu = self.device.type != accelerator.CPU
         self.optimizer = make_optimizer(self.model, options, fused=on_gpu)
-        if isinstance(self.optimizer, Layerwise):
-            self.optimizer.sum_shards = lambda norms: self.sum_shards(norms)
         self._average = MovingAverage(self.optimizer, options.ema) if options.ema else None
         self.train = augmented(train, options, classifies=losses is cross_entropy)
         self.test = test
