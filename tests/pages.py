@@ -25,7 +25,7 @@ def own_script_with_all() -> str:
     resume, epochs, save = _pieces(saving)
     imports = (
         "from torch.optim.lr_scheduler import ReduceLROnPlateau\n"
-        "from torch.utils.data import Subset\n"
+        "from torch.utils.data import DataLoader, Subset\n"
     )
     rate_line = r" +for group in optimizer\.param_groups:\n.*\n"
     script = _put(script, r"import torch\n", imports, keep=True)
@@ -71,10 +71,11 @@ def own_script_with_cycle() -> str:
 
 def own_script_with_augmentation() -> str:
     """Return the script of docs/own.md with samples that are drawn, and recorded in a file."""
-    kind, sampler = re.split(r"^# instead.*\n", recipe("Random augmentation"), flags=re.MULTILINE)
     data = (
         "class Drawn(torch.utils.data.Dataset):\n"
         "    epoch = 0\n\n"
+        "    def __len__(self):\n"
+        "        return 1000\n\n"
         "    def __getitem__(self, index):\n"
         "        draws = [random.random(), np.random.rand(), torch.rand(1).item()]\n"
         "        with open('draws', 'a') as file:\n"
@@ -82,10 +83,8 @@ def own_script_with_augmentation() -> str:
         "        return torch.tensor(draws * 2 + [0, 1], dtype=torch.float64), index % 3\n\n\n"
     )
     script = _put(own_script(), r"import torch\n", "import random\nimport numpy as np\n", keep=True)
-    script = _put(script, r"def main\(\):\n", data + kind + "def main():\n")
-    script = _put(script, r" +data = TensorDataset.*\n", "data = range(1000)\n")
-    script = _put(script, r" +batches\[:\] = .*\n", sampler)
-    return _put(script, r" +data,\n", "Seeded(Drawn()),\n")
+    script = _put(script, r"def main\(\):\n", data + "def main():\n")
+    return _put(script, r" +data = TensorDataset.*\n", "data = Drawn()\n")
 
 
 def _pieces(block: str) -> list[str]:

@@ -96,6 +96,7 @@ class CommonAdapter(StateAdapter):
     threads = 0  # number of CPU compute threads, since `pin_device`
     collective_passes = False  # other ranks wait in this rank's forward and backward passes
     evaluates_together = False  # all ranks make the same number of forward passes in evaluation
+    shards_class = Shards
     shards_state = False  # each rank holds a part of the state and writes a file of a checkpoint
     ranks: list[RankFacts]  # facts of all ranks, exchanged in step 1, by rank
 
@@ -301,7 +302,9 @@ class CommonAdapter(StateAdapter):
                     )
                 )
         rank, size = self.world.rank, self.world.size
-        self._shards = Shards(samples, global_batch, seed, rank, size, on_begin=self.begin_part)
+        self._shards = self.shards_class(
+            samples, global_batch, seed, rank, size, on_begin=self.begin_part
+        )
         self._shards.on_end = lambda: self.leave_out(False)
         return self._shards
 

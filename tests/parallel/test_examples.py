@@ -66,7 +66,8 @@ def exact(script: str, epochs: int, workers: int, more: Mapping[str, str]) -> st
     for old, new in {
         "torch.nn.Linear(8, 3)": "torch.nn.Linear(8, 3, dtype=torch.float64)",
         "32 * world.size": "39",
-        "epochs, workers = 3, 0": f"epochs, workers = {epochs}, {workers}",
+        "epochs = 3": f"epochs = {epochs}",
+        "num_workers=0": f"num_workers={workers}",
         "scale_learning_rate(0.1": 'scale_learning_rate(0.1, scaling="none"',
         **more,
     }.items():

@@ -24,6 +24,7 @@ from typing_extensions import override
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.profiler import RANK, STEP, Profiler, rank_facts
 from hvdtrain.adapters.pytorch import batchnorm, elementwise
+from hvdtrain.adapters.pytorch.loader import TorchShards
 from hvdtrain.adapters.state_view import (
     OPTIONS,
     Groups,
@@ -264,6 +265,7 @@ class PyTorchAdapter(CommonAdapter):
 
     device: torch.device = torch.device("cpu")
     whole_view = TorchView
+    shards_class = TorchShards
     kinds = (("torch.nn.Module", torch.nn.Module), ("torch.optim.Optimizer", torch.optim.Optimizer))
     unsummed: tuple[torch.dtype, ...] = ()  # types of gradients that the library cannot sum
     updates = ""  # the part of the model that a rank updates, if not the whole
