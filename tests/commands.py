@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 PAGES = ("docs/timeline.md", "README.md", "docs/*.md", "homework/README.md", "jobs/README.md")
 PROGRAMS = (
     *("bash", "hvdtrain", "make", "mpirun", "pip", "python", "qsub"),
-    *(".venv/bin/python", "./run_all.sh"),
+    "./run_all.sh",
 )
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 START = re.compile(rf"(\$ )?([A-Z_]+=\S+ +)*({'|'.join(map(re.escape, PROGRAMS))})( (?!\S+:)|$)")
