@@ -20,7 +20,8 @@ from pathlib import Path
 from types import ModuleType
 
 from hvdtrain import __version__
-from hvdtrain.config.declare import CommandParser, nearest
+from hvdtrain.config.checks import check, of_fields
+from hvdtrain.config.declare import CommandParser, add_options, from_namespace, nearest
 from hvdtrain.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -91,14 +92,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def module_of(verb: str) -> ModuleType:
-    """Import the module of ``verb``, with ``add_arguments(parser)`` and ``run_verb(arguments)``."""
+    """Import the module of ``verb``, with ``Options``, ``EPILOG`` and ``run_verb(options)``."""
     return importlib.import_module(f"hvdtrain.commands.{verb.replace('-', '_')}.verb")
 
 
 def parser_of(verb: str, create: Callable[..., CommandParser] = CommandParser) -> CommandParser:
     """Return the parser of ``verb``, created by ``create``."""
-    parser = create(prog=f"hvdtrain {verb}", description=VERBS[verb])
-    module_of(verb).add_arguments(parser)
+    module = module_of(verb)
+    parser = create(
+        prog=f"hvdtrain {verb}",
+        usage=getattr(module, "USAGE", None),
+        description=VERBS[verb],
+        epilog=module.EPILOG,
+    )
+    add_options(parser, module.Options)
     return parser
 
 
@@ -156,10 +163,10 @@ def _run(verb: str, words: Sequence[str]) -> int:
         os.environ.setdefault("HOME", str(Path.home()))
     try:
         check_working_directory()
-        arguments = parser_of(verb).read(words)
+        parsed = parser_of(verb).read(words)
     except UsageError as error:
         return _complain(str(error))
-    as_json = getattr(arguments, "json", False)
+    as_json = getattr(parsed, "json", False)
     # Standard output is for the result, all other messages go to standard error; of libraries
     # only warnings.
     handler = terminal.Handler(sys.stderr)
@@ -169,7 +176,9 @@ def _run(verb: str, words: Sequence[str]) -> int:
     try:
         if verb in DRAWING:
             check_installed(f"hvdtrain {verb}")
-        report = module_of(verb).run_verb(arguments)
+        options = from_namespace(module_of(verb).Options, parsed)
+        check(of_fields(options))
+        report = module_of(verb).run_verb(options)
     except HvdtrainError as error:
         if as_json:
             print(json.dumps({"ok": False, "error": str(error)}, indent=1, sort_keys=True))

@@ -23,7 +23,7 @@ if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
 import numpy as np
 
 from hvdtrain.config.command_line import Parser
-from hvdtrain.config.declare import add_options, from_namespace, option
+from hvdtrain.config.declare import add_options, from_namespace, option, switch
 from hvdtrain.config.values import count, positive
 from hvdtrain.steps.sharding import bounds
 from hvdtrain.system.machine import mpi_library
@@ -142,15 +142,15 @@ class PiOptions:
         10**9, "number of points over all ranks (default: 1e9)", points, metavar="SAMPLES"
     )
     seed: int = option(0, "random seed", count, metavar="SEED")
-    naive: bool = option(False, "use a scalar loop, for comparison", bool)
-    json: bool = option(False, "print the result as JSON", bool)
+    naive: bool = switch("use a scalar loop, for comparison")
+    json: bool = switch("print the result as JSON")
 
 
 def build_parser() -> Parser:
     """Return the parser of the command line."""
     purpose = "Estimate pi with random points, on all ranks of an MPI job."
     parser = Parser(prog="python -m hvdtrain.pi", description=purpose, epilog=EXAMPLE)
-    add_options(parser, PiOptions, defaults=True)
+    add_options(parser, PiOptions)
     return parser
 
 

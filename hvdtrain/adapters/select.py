@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from packaging.version import Version
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.config.comm_options import CommOptions, check_comm_options
+from hvdtrain.config.checks import check, of_strategy
+from hvdtrain.config.comm_options import CommOptions
 from hvdtrain.config.declare import REMOVED
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
@@ -56,10 +57,11 @@ def adapter(
         for name, record in STRATEGIES.items()
         if framework not in record.requires or is_installed(record.requires[framework])
     }
-    record = choose_strategy(strategy, framework, detect(environ), installed)
+    launch = detect(environ)
+    record = choose_strategy(strategy, framework, launch, installed)
     if framework in record.oldest:  # only then: TensorFlow's package has several names
         check_version(record, framework, importlib.metadata.version(PACKAGES[framework]))
-    check_comm_options(comm_options, record, framework)
+    check(of_strategy(record, framework, launch, comm_options.compression))
     selected = _load(record, framework)
     selected.comm_options = comm_options
     return selected
@@ -115,7 +117,7 @@ def choose_strategy(
         )
         raise UsageError(f"--strategy {name}: {advice}")
     record = STRATEGIES[name]
-    check_fit(record, framework, launch)
+    check(of_strategy(record, framework, launch))
     if name in installed:
         return record
     if requested is None and launch.size == 1:
@@ -128,28 +130,3 @@ def choose_strategy(
     raise UsageError(
         f"--strategy {name}: {record.library} is not installed for this framework; {record.remedy}"
     )
-
-
-def check_fit(record: Strategy, framework: str, launch: LaunchInfo) -> None:
-    """Raise ``UsageError`` if a strategy does not support this framework or launcher."""
-    name = record.name
-    if framework not in record.adapters:
-        raise UsageError(
-            f"--strategy {name} is for {', '.join(record.adapters)}, not for --framework "
-            f"{framework}: omit the option"
-        )
-    if launch.size > 1 and not record.launchers:
-        raise UsageError(
-            f"--strategy {name} trains in one process, {launch.launcher} started {launch.size}: "
-            "omit the option, or start one process"
-        )
-    if launch.launcher and record.launchers and launch.launcher not in record.launchers:
-        others = [
-            f" or --strategy {strategy.name}"
-            for strategy in STRATEGIES.values()
-            if launch.launcher in strategy.launchers and framework in strategy.adapters
-        ]
-        raise UsageError(
-            f"--strategy {name} is started by mpirun, not by {launch.launcher}: use mpirun"
-            f"{','.join(['', *others])}"
-        )

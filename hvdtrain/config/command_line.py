@@ -12,8 +12,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from hvdtrain.config.checks import EXCLUSIVE, check, of_options
 from hvdtrain.config.declare import CommandParser, OptionValues, add_options, not_among
-from hvdtrain.config.option_checks import check
 from hvdtrain.config.options import Options
 from hvdtrain.config.values import local_folder
 from hvdtrain.errors import UsageError
@@ -54,7 +54,7 @@ def build_parser(
         action="append",
         help="YAML file of options; later files and the command line take precedence",
     )
-    add_options(parser, kind, titles=kind.GROUPS)
+    add_options(parser, kind, has_files=True)
     return parser
 
 
@@ -80,11 +80,13 @@ def parse(
     file_parser = build_parser(workload, description, epilog, kind, add_help=False)
     merged: OptionValues = {}
     for values in (*(_read_config(file_parser, file, kind.ALIASES) for file in files), line):
-        for name, excluded in (*kind.EITHER, *(pair[::-1] for pair in kind.EITHER)):
+        for name, excluded in (*EXCLUSIVE, *(pair[::-1] for pair in EXCLUSIVE)):
             if name in values:  # a later source also replaces the excluded option
                 merged.pop(excluded, None)
         merged |= values
-    return check(kind(**merged))
+    options = kind(**merged)
+    check(of_options(options))
+    return options
 
 
 def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:

@@ -7,7 +7,7 @@
         ranks: tuple[int, ...] = option((1, 2), "numbers of ranks", positives, group="runs")
 
     add_options(parser, Options)
-    options = from_namespace(Options, parser.parse_args())
+    options = from_namespace(Options, parser.read(words))
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,6 +28,7 @@ from hvdtrain.errors import UsageError
 T = TypeVar("T")
 OptionValues = dict[str, Any]
 """Values of options by the names of their fields."""
+REQUIRED = dataclasses.MISSING  # default of an option that must be given
 SHOWN = 200  # characters of an invalid value in a message
 PLAIN_TYPES = {int: "a whole number", float: "a number"}
 MISSING = "the following arguments are required: "  # argparse's message
@@ -89,81 +91,95 @@ def option(
     kind: Callable[[Any], Any] = str,
     choices: Sequence[str] = (),
     *,
+    name: str = "",
+    alias: str = "",
     group: str = "",
     metavar: str = "",
     repeated: bool = False,
     either: str = "",
+    needs: str = "",
+    number: str = "",
 ) -> Any:
     """Return a field that is an option.
 
     Args:
-        default: its value if the option is not given.
+        default: its value if the option is not given; ``REQUIRED``: it must be given.
         text: its help text.
         kind: the function that reads its value (``config/values.py``); ``bool``: a switch.
         choices: the valid names.
+        name: its name on the command line; empty: that of the field, with dashes.
+        alias: another name, which the help does not show.
         group: title of its group in the help; empty: that of the field before it.
         metavar: its value in the help; empty: by ``kind``.
         repeated: whether it may be given several times, each value one item of a tuple.
         either: a name that it shares with the options of which at most one may be given.
+        needs: the option without which it has no meaning, with its value, e.g. ``--profile A:B``.
+        number: of a positional argument the number of its values, in argparse's notation or ``1``.
     """
-    metadata = {
-        "help": text,
-        "kind": kind,
-        "choices": tuple(choices),
-        "group": group,
-        "metavar": metavar,
-        "repeated": repeated,
-        "either": either,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {"help": text, "kind": kind, "choices": tuple(choices), "name": name}
+    metadata |= {"alias": alias, "group": group, "metavar": metavar, "repeated": repeated}
+    metadata |= {"either": either, "needs": needs, "number": number}
+    return dataclasses.field(default=default, kw_only=default is REQUIRED, metadata=metadata)
+
+
+optional = partial(option, None)
+switch = partial(option, False, kind=bool)  # without a value
+json_switch = partial(switch, "print the result as one JSON object")
+argument = partial(option, REQUIRED, number="1")  # positional
+command = partial(option, (), argparse.SUPPRESS, number=argparse.REMAINDER)  # usually after `--`
 
 
 def declared(kind: type[Any]) -> list[dataclasses.Field[Any]]:
-    """Return the fields of ``kind`` that are options."""
+    """Return the fields of ``kind`` that are options or arguments."""
     return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
 
 
+def option_name(field: dataclasses.Field[Any]) -> str:
+    """Return the name of an option on the command line."""
+    return field.metadata["name"] or "--" + field.name.rstrip("_").replace("_", "-")
+
+
 def add_options(
-    parser: argparse.ArgumentParser,
-    kind: type[Any],
-    titles: Sequence[str] = (),
-    *,
-    defaults: bool = False,
+    parser: argparse.ArgumentParser, kind: type[Any], *, has_files: bool = False
 ) -> None:
-    """Declare an option per field of ``kind``, a trailing underscore of its name aside.
+    """Declare an option or an argument per field of ``kind``.
 
     Args:
         parser: where they are declared.
         kind: the dataclass.
-        titles: groups that come first in the help, in this order; others follow by field.
-        defaults: whether options that are not given have their default instead of None.
+        has_files: whether files set options, too: options that are not given are None instead of
+            their default, and ``either`` is left to ``config/checks.py``.
     """
-    groups: dict[str, argparse._ActionsContainer] = {"": parser}
-    groups |= {title: parser.add_argument_group(title) for title in titles}
+    groups: dict[str, argparse._ActionsContainer] = {"": parser, "options": parser}
     exclusive: dict[str, argparse._ActionsContainer] = {}
     title = ""
     for field in declared(kind):
+        settings = _settings(field)
+        if number := field.metadata["number"]:
+            parser.add_argument(field.name, nargs=None if number == "1" else number, **settings)
+            continue
         title = field.metadata["group"] or title
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         target = groups[title]
-        if either := field.metadata["either"]:
+        if (either := field.metadata["either"]) and not has_files:
             if either not in exclusive:
                 exclusive[either] = target.add_mutually_exclusive_group()
             target = exclusive[either]
-        default = field.default if defaults and field.default != () else None
-        if defaults and field.metadata["repeated"]:
-            default = []
-        name = "--" + field.name.rstrip("_").replace("_", "-")
-        target.add_argument(name, dest=field.name, default=default, **_settings(field))
+        default = [] if field.metadata["repeated"] else field.default
+        if has_files or default in (REQUIRED, ()):
+            default = None
+        target.add_argument(option_name(field), dest=field.name, default=default, **settings)
+        if alias := field.metadata["alias"]:
+            target.add_argument(alias, dest=field.name, **{**settings, "help": argparse.SUPPRESS})
 
 
 def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """Return the arguments of ``add_argument`` for a field."""
+    """Return the arguments of ``add_argument`` for a field, but for the number of values."""
     text, kind, choices = (field.metadata[name] for name in ("help", "kind", "choices"))
     if kind is bool:
         return {"action": "store_true", "help": text}
-    if field.default not in (None, "", ()) and "(default" not in text:
+    if field.default not in (None, "", (), REQUIRED) and "(default" not in text:
         text += f" (default: {field.default})"
     settings: dict[str, Any] = {"type": kind, "help": text}
     settings["metavar"] = field.metadata["metavar"] or "|".join(choices) or METAVARS.get(kind, "N")
@@ -173,13 +189,22 @@ def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
         settings["nargs"] = "+"
     if field.metadata["repeated"]:
         settings["action"] = "append"
+    if field.default is REQUIRED and not field.metadata["number"]:
+        settings["required"] = True
     return settings
 
 
 def from_namespace(kind: type[T], parsed: argparse.Namespace) -> T:
     """Return a ``kind`` of the parsed options; absent ones have their default."""
-    values = {field.name: getattr(parsed, field.name) for field in declared(kind)}
-    return kind(**{name: value for name, value in values.items() if value is not None})
+    values = {}
+    for field in declared(kind):
+        value = getattr(parsed, field.name)
+        if isinstance(value, list):
+            is_command = field.metadata["number"] == argparse.REMAINDER
+            value = tuple(value[is_command and value[:1] == ["--"] :])
+        if value is not None:
+            values[field.name] = value
+    return kind(**values)
 
 
 class CommandParser(argparse.ArgumentParser):

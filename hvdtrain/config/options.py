@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hvdtrain.config.comm_options import CommOptions
-from hvdtrain.config.declare import option
+from hvdtrain.config.comm_options import COMPRESSIONS, NONE, CommOptions
+from hvdtrain.config.declare import option, optional, switch
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.config.values import (
     batch,
@@ -33,35 +33,17 @@ TASK_OPTIONS = "task options"  # title of the options that a workload adds
 
 
 @dataclass(frozen=True)
-class Options(CommOptions):
+class Options:
     """Options of a training; None: the default depends on the workload or the machine.
 
     A workload adds its options in a subclass; so does a file for ``hvdtrain.train``.
     """
 
-    EITHER: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("batch_size", "global_batch_size"),
-        ("checkpoint", "checkpoint_dir"),
-        ("warmup_epochs", "warmup_steps"),
-    )
-    """Pairs of mutually exclusive options."""
     ALIASES: ClassVar[Mapping[str, str]] = {"--tensorboard": "--tracker tensorboard="}
     """Aliases: ``--option`` or ``--option value``, and the words that replace it.
 
     To words that end in ``=`` the value is attached.
     """
-
-    GROUPS: ClassVar[Sequence[str]] = (
-        "common options",
-        "data",
-        "optimization",
-        "numerics and compilation",
-        "distribution",
-        "evaluation",
-        "checkpoints",
-        "output",
-    )
-    """Titles of the groups of the help, in order."""
 
     framework: str = option(
         "pytorch",
@@ -69,47 +51,39 @@ class Options(CommOptions):
         choices=("pytorch", "tensorflow"),
         group="common options",
     )
-    strategy: str | None = option(
-        None,
+    strategy: str | None = optional(
         "how ranks synchronize gradients (default: horovod; if it is missing, single for one "
         "process)",
         choices=tuple(STRATEGIES),
     )
-    data: Path | None = option(None, "directory of the dataset", Path)
+    data: Path | None = optional("directory of the dataset", Path)
     model: str = option("", "model to train")
-    epochs: int | None = option(
-        None,
-        "number of epochs; length of the learning-rate schedule (default: of the task)",
-        positive,
+    epochs: int | None = optional(
+        "number of epochs; length of the learning-rate schedule (default: of the task)", positive
     )
-    num_steps: int | None = option(
-        None, "total number of updates after which to stop, counting those before a resume", count
+    num_steps: int | None = optional(
+        "total number of updates after which to stop, counting those before a resume", count
     )
-    batch_size: int | None = option(
-        None, "number of samples per rank and forward pass (default: of the task)", batch
+    batch_size: int | None = optional(
+        "number of samples per rank and forward pass (default: of the task)", batch
     )
-    lr: float | None = option(
-        None, "learning rate for one rank (default: of the task)", non_negative
-    )
+    lr: float | None = optional("learning rate for one rank (default: of the task)", non_negative)
     optimizer: str = option("sgd", "optimizer", choices=OPTIMIZERS)
     precision: str = option(
         "auto",
         "numeric precision; bf16 and fp16: of the forward pass in training (autocast)",
         choices=PRECISIONS,
     )
-    checkpoint_dir: Path | None = option(
-        None, "directory to save checkpoints in and resume from", Path
-    )
-    summary: Path | None = option(None, "JSON file for the result", Path)
-    stage: Path | None = option(
-        None,
+    checkpoint_dir: Path | None = optional("directory to save checkpoints in and resume from", Path)
+    summary: Path | None = optional("JSON file for the result", Path)
+    stage: Path | None = optional(
         "node-local directory to which each host copies the packed dataset (hvdtrain pack) before "
         "training; '$TMPDIR' is expanded on each host",
         local_folder,
         group="data",
+        needs="--data, a dataset packed by `hvdtrain pack`",
     )
-    workers: int | None = option(
-        None,
+    workers: int | None = optional(
         "number of data-loading processes per rank; 0: load in the rank itself (default: 1; on a "
         "GPU the rank's cores minus one, at most 8)",
         count,
@@ -117,8 +91,7 @@ class Options(CommOptions):
     seed: int = option(
         0, "random seed for initialization, data order, dropout and augmentation", random_seed
     )
-    global_batch_size: int | None = option(
-        None,
+    global_batch_size: int | None = optional(
         "number of samples per step over all ranks, instead of --batch-size",
         batch,
         group="optimization",
@@ -126,45 +99,38 @@ class Options(CommOptions):
     accumulate_steps: int = option(
         1, "number of forward and backward passes per update (gradient accumulation)", batch
     )
-    lr_scaling: str | None = option(
-        None,
+    lr_scaling: str | None = optional(
         "scaling of the learning rate with the number of ranks (default: linear, for lars and "
         "lamb sqrt; none if --global-batch-size is set; with the global batch instead for ssd300, "
         "and for lars and lamb without --lr)",
         choices=SCALINGS,
     )
-    lr_base_batch: int | None = option(
-        None,
+    lr_base_batch: int | None = optional(
         "global batch to which --lr applies; --lr-scaling then scales by the global batch over "
         "this number instead of by the number of ranks",
         batch,
     )
-    warmup_epochs: float | None = option(None, "number of warm-up epochs", non_negative)
-    warmup_steps: int | None = option(
-        None, "number of warm-up updates, instead of --warmup-epochs", count
+    warmup_epochs: float | None = optional("number of warm-up epochs", non_negative)
+    warmup_steps: int | None = optional(
+        "number of warm-up updates, instead of --warmup-epochs", count
     )
-    lr_schedule: str | None = option(
-        None, "learning-rate schedule after warm-up", choices=SCHEDULES
-    )
-    lr_milestones: tuple[float, ...] | None = option(
-        None, "epochs at which the multistep schedule decays, e.g. 30,60,80", numbers
+    lr_schedule: str | None = optional("learning-rate schedule after warm-up", choices=SCHEDULES)
+    lr_milestones: tuple[float, ...] | None = optional(
+        "epochs at which the multistep schedule decays, e.g. 30,60,80", numbers
     )
     lr_decay: float = option(
         0.1, "decay factor at each milestone of the multistep schedule", non_negative
     )
     momentum: float = option(0.9, "momentum of SGD and LARS", fraction)
-    nesterov: bool = option(False, "use Nesterov momentum (--optimizer sgd)", bool)
-    weight_decay: float | None = option(
-        None,
+    nesterov: bool = switch("use Nesterov momentum (--optimizer sgd)")
+    weight_decay: float | None = optional(
         "weight decay; adamw, lamb: decoupled; otherwise added to the gradient (default: of the "
         "task)",
         non_negative,
     )
-    no_decay_on_norm: bool = option(
-        False,
+    no_decay_on_norm: bool = switch(
         "do not decay biases and the parameters of normalization layers (always so with lars and "
-        "lamb, which do not scale their updates either)",
-        bool,
+        "lamb, which do not scale their updates either)"
     )
     label_smoothing: float = option(0.0, "label smoothing in training", fraction)
     mixup: float = option(
@@ -184,27 +150,27 @@ class Options(CommOptions):
     clip_norm: float = option(
         0.0, "maximum L2 norm of the gradients of an update; 0: no clipping", non_negative
     )
-    sync_batchnorm: bool = option(False, "compute BatchNorm over the global batch", bool)
+    sync_batchnorm: bool = switch("compute BatchNorm over the global batch")
     on_nan: str = option(
         "stop",
         "action if gradients are not finite: stop, or skip the update (at most 10 in a row)",
         choices=("stop", "skip"),
     )
-    deterministic: bool = option(
-        False,
+    deterministic: bool = switch(
         "make runs on the same number of ranks bit-equal to each other",
-        bool,
         group="numerics and compilation",
     )
-    tf32: bool = option(
-        False, "use TF32 (10-bit mantissa) for fp32 matrix products on a GPU: faster", bool
+    tf32: bool = switch("use TF32 (10-bit mantissa) for fp32 matrix products on a GPU: faster")
+    compile: bool = switch("compile the model with torch.compile")
+    compression: str = option(
+        NONE,
+        "numeric type in which gradients are sent and summed",
+        choices=COMPRESSIONS,
+        group="distribution",
     )
-    compile: bool = option(False, "compile the model with torch.compile", bool)
-    spawn: int | None = option(
-        None,
+    spawn: int | None = optional(
         "number of ranks to start on this host, without a launcher (--strategy ddp, zero, fsdp)",
         positive,
-        group="distribution",
     )
     check_replicas: int = option(
         1000,
@@ -212,22 +178,20 @@ class Options(CommOptions):
         "ranks; 0: check only when saving",
         count,
     )
-    evaluate_epochs: tuple[int, ...] | None = option(
-        None,
+    evaluate_epochs: tuple[int, ...] | None = optional(
         "epochs after which to evaluate, e.g. 20,30,40; the last is always evaluated (default: "
         "every epoch)",
         counts,
         group="evaluation",
     )
-    evaluate_only: bool = option(False, "evaluate a checkpoint without training", bool)
-    checkpoint: Path | None = option(
-        None,
+    evaluate_only: bool = switch("evaluate a checkpoint without training")
+    checkpoint: Path | None = optional(
         "checkpoint to evaluate, or a directory of checkpoints (default: the newest in "
         "--checkpoint-dir)",
         Path,
     )
-    predict: Path | None = option(
-        None, "CSV file for one prediction per sample; implies --evaluate-only", Path
+    predict: Path | None = optional(
+        "CSV file for one prediction per sample; implies --evaluate-only", Path
     )
     benchmark: str = option(
         "",
@@ -235,8 +199,7 @@ class Options(CommOptions):
         "or inference (an evaluation; needs no checkpoint)",
         choices=("training", "inference"),
     )
-    checkpoint_every: int | None = option(
-        None,
+    checkpoint_every: int | None = optional(
         "number of updates between checkpoints, in addition to one per epoch",
         positive,
         group="checkpoints",
@@ -254,11 +217,11 @@ class Options(CommOptions):
         "never: start anew, old checkpoints are moved to DIR/before-1",
         choices=("auto", "never", "must"),
     )
-    metrics: Path | None = option(
-        None, "JSON Lines file for loss, learning rate and throughput", Path, group="output"
+    metrics: Path | None = optional(
+        "JSON Lines file for loss, learning rate and throughput", Path, group="output"
     )
-    log_every: int | None = option(
-        None, "number of updates between lines of --metrics (default: 20 lines per epoch)", positive
+    log_every: int | None = optional(
+        "number of updates between lines of --metrics (default: 20 lines per epoch)", positive
     )
     tracker: tuple[str, ...] = option(
         (),
@@ -267,27 +230,41 @@ class Options(CommOptions):
         tracker,
         repeated=True,
     )
-    timeline: Path | None = option(
-        None, "file for Horovod's timeline (see hvdtrain timeline)", Path
+    timeline: Path | None = optional("file for Horovod's timeline (see hvdtrain timeline)", Path)
+    timeline_steps: tuple[int, int | None] | None = optional(
+        "updates to record in --timeline: A:B is A + 1 to B (default: all)",
+        span,
+        needs="--timeline FILE",
     )
-    timeline_steps: tuple[int, int | None] | None = option(
-        None, "updates to record in --timeline: A:B is A + 1 to B (default: all)", span
-    )
-    profile: tuple[int, int | None] | None = option(
-        None, "updates to profile with the framework's profiler: A:B is A + 1 to B", span
+    profile: tuple[int, int | None] | None = optional(
+        "updates to profile with the framework's profiler: A:B is A + 1 to B", span
     )
     profile_dir: Path = option(
-        Path("profile"), "directory for the traces of --profile, rank-N.json.gz", Path
+        Path("profile"),
+        "directory for the traces of --profile, rank-N.json.gz",
+        Path,
+        needs="--profile A:B",
     )
-    profile_ranks: tuple[int, ...] = option((0,), "ranks to profile (default: 0)", ranks)
-    quiet: bool = option(False, "print errors only", bool)
+    profile_ranks: tuple[int, ...] = option(
+        (0,), "ranks to profile (default: 0)", ranks, needs="--profile A:B"
+    )
+    quiet: bool = switch("print errors only")
     device: Any = "cpu"
     """Device in the framework's notation; not an option: set by the trainer."""
 
     @property
+    def evaluation(self) -> str:
+        """The option by which a checkpoint is evaluated, without training; empty: none."""
+        if self.predict is not None:
+            return "--predict"
+        if self.evaluate_only:
+            return "--evaluate-only"
+        return "--benchmark inference" if self.benchmark == "inference" else ""
+
+    @property
     def evaluates_only(self) -> bool:
         """Whether a checkpoint is evaluated, without training."""
-        return self.evaluate_only or self.predict is not None or self.benchmark == "inference"
+        return bool(self.evaluation)
 
     @property
     def comm_options(self) -> CommOptions:

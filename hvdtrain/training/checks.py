@@ -1,29 +1,26 @@
-"""Checks before the first step: of this rank's options, then of those and the data of all ranks.
+"""The facts of a training for its checks (``config/checks.py``), and its first look at files.
 
-The early checks need no framework, and are made before it is imported. They are repeated later with
-all ranks, whose values may differ from those that the launcher reports for this one. The ranks of a
-job may have been started with different command lines (mpirun's application contexts, a wrapper
-script), and a host may have another copy of the data: they would train with different learning
-rates, orders or numbers of steps, or hang.
+The ranks of a job may have been started with different command lines (mpirun's application
+contexts, a wrapper script), and a host may have another copy of the data: they would train with
+different learning rates, orders or numbers of steps, or hang.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.adapters.select import check_fit
-from hvdtrain.config.comm_options import check_comm_options
-from hvdtrain.config.declare import declared
+from hvdtrain.config.checks import check, of_launch, of_ranks, of_strategy
+from hvdtrain.config.declare import declared, option_name
 from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints
-from hvdtrain.steps.integrity import differences
 from hvdtrain.steps.learning_rate import LearningRate
 from hvdtrain.steps.world import World
 from hvdtrain.system.files import check_folder
-from hvdtrain.system.runtime.detect import LaunchInfo
+from hvdtrain.system.runtime.detect import TORCHRUN, LaunchInfo, is_restarted
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.tasks.task import Task, Workload
 from hvdtrain.training.plan import TrainingPlan, evaluation_origin, make_plan, training_origin
@@ -35,21 +32,23 @@ LOCAL = ("quiet", "summary", "metrics", "tracker", "profile_dir", "workers")
 
 
 def check_early(workload: Workload, options: Options, launch: LaunchInfo) -> None:
-    """Raise if the training is impossible, as far as options and launcher tell."""
+    """Raise if the training is impossible, as far as options and launcher tell.
+
+    It needs no framework, and is called before one is imported. The strategy is checked once more
+    when it is chosen, as the runtime may see another launch than the launcher reports.
+    """
+    restarts = launch.launcher == TORCHRUN and is_restarted(os.environ)
+    restarts = restarts and not options.evaluates_only
+    check(of_launch(options, launch, workload.models, restarts=restarts))
     world = World(launch.rank, launch.size, launch.local_rank, launch.local_size, "", 1)
     plan = make_plan(workload, options, world)
     if not options.evaluates_only:
         LearningRate(plan.lr, **plan.schedule)
     if options.strategy:
-        record = STRATEGIES[options.strategy]
-        check_fit(record, options.framework, launch)
-        check_comm_options(options.comm_options, record, options.framework)
+        strategy, compression = STRATEGIES[options.strategy], options.comm_options.compression
+        check(of_strategy(strategy, options.framework, launch, compression))
     if launch.is_root:
         check_trackers(options.tracker)
-    absent = [str(rank) for rank in options.profile_ranks if rank >= launch.size]
-    if options.profile and absent:
-        ranks = "only rank 0" if launch.size == 1 else f"ranks 0 to {launch.size - 1}"
-        raise UsageError(f"--profile-ranks {','.join(absent)}: this run has {ranks}")
     if options.profile and launch.rank in options.profile_ranks:
         check_folder(options.profile_dir, f"--profile-dir {options.profile_dir}")
     _check_origin(workload, options, plan)
@@ -70,7 +69,7 @@ def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> N
 def check_options(adapter: CommonAdapter, options: Options, file: str) -> None:
     """Compare the options of all ranks, and the digest of the ``file`` that defines the task."""
     mine = {
-        f"--{field.name.replace('_', '-')}": str(getattr(options, field.name))
+        option_name(field): str(getattr(options, field.name))
         for field in declared(type(options))
         if field.name not in LOCAL
     }
@@ -99,6 +98,9 @@ def check_data(adapter: CommonAdapter, task: Task) -> None:
 
 
 def _compare(adapter: CommonAdapter, mine: Mapping[str, str], remedy: str) -> None:
-    hosts = [facts.host for facts in adapter.ranks]
-    for name, owners in differences(adapter.communicator.gather_json(mine), hosts):
-        raise agreed(UsageError(f"{name} differs: {owners}: {remedy}"))
+    """Raise, on all ranks, if a value differs between ranks; it is one collective."""
+    values = adapter.communicator.gather_json(mine)
+    try:
+        check(of_ranks(values, [facts.host for facts in adapter.ranks], remedy))
+    except UsageError as error:
+        raise agreed(error) from None

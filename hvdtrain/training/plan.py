@@ -10,7 +10,6 @@ from typing import Any, TypedDict
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.config.options import LAYERWISE, Options
-from hvdtrain.errors import UsageError
 from hvdtrain.steps.learning_rate import scale_factor
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine.limits import CPUINFO, cpu_flags
@@ -213,11 +212,8 @@ def _or_default(value: Any, default: Any) -> Any:
 
 
 def choose_model(workload: Workload, options: Options) -> str:
-    """Return the name of the network, one of the workload."""
-    model = options.model or next(iter(workload.models), workload.name)
-    if workload.models and model not in workload.models:
-        raise UsageError(f"--model {model}: choose one of {', '.join(workload.models)}")
-    return model
+    """Return the name of the network; by default the first of the workload."""
+    return options.model or next(iter(workload.models), workload.name)
 
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
@@ -228,20 +224,8 @@ def processor_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
     return bool(BF16_FLAGS & cpu_flags(cpuinfo))
 
 
-def check_tf32(requested: bool, *, gpu: bool) -> None:
-    """Raise ``UsageError`` if ``--tf32`` is requested on a CPU."""
-    if requested and not gpu:
-        raise UsageError("--tf32 is for GPUs, and this run computes on a CPU: omit it")
-
-
-def choose_precision(requested: str, *, prefers_bf16: bool, gpu: bool, has_bf16: bool) -> str:
-    """Return the precision of the forward pass; bf16 by default only if it was measured faster.
-
-    Raises:
-        UsageError: fp16 on a CPU, on which it needs loss scaling and is not faster.
-    """
-    if requested == "fp16" and not gpu:
-        raise UsageError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+def choose_precision(requested: str, *, prefers_bf16: bool, has_bf16: bool) -> str:
+    """Return the precision of the forward pass; bf16 by default only if it was measured faster."""
     if requested == "auto":
         return "bf16" if prefers_bf16 and has_bf16 else "fp32"
     return requested

@@ -16,15 +16,15 @@ from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.preemption import leave_on_signal
 from hvdtrain.adapters.select import adapter as select_adapter
 from hvdtrain.adapters.select import choose_strategy
+from hvdtrain.config.checks import check, of_device
 from hvdtrain.config.command_line import parse
 from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
-from hvdtrain.errors import UsageError
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.folder import private_folder
 from hvdtrain.system.machine.threads import local_cores
 from hvdtrain.system.runtime import spawn, terminal
-from hvdtrain.system.runtime.detect import SPAWN, detect, is_restarted
+from hvdtrain.system.runtime.detect import SPAWN, detect
 from hvdtrain.system.runtime.scratch import use_scratch_directory
 from hvdtrain.system.runtime.tuning import keep_freed_memory
 from hvdtrain.tasks.task import Task, Workload
@@ -34,7 +34,6 @@ from hvdtrain.training.loop import TrainingLoop
 from hvdtrain.training.plan import (
     Session,
     TrainingPlan,
-    check_tf32,
     choose_model,
     choose_precision,
     choose_workers,
@@ -63,17 +62,6 @@ def main(workload: Workload, arguments: Sequence[str]) -> int:
     saves_to = None if options.evaluates_only else options.checkpoint_dir
     if options.spawn and spawns:
         return _spawn(options, options.spawn)
-    restarts = is_restarted(os.environ) and not options.evaluates_only
-    if restarts and options.resume == "never":
-        raise UsageError(
-            "--resume never: restarted ranks resume from --checkpoint-dir; omit the option, or use "
-            "a directory without checkpoints"
-        )
-    if restarts and saves_to is None:
-        raise UsageError(
-            "torchrun --max-restarts and hvdtrain launch --elastic restart the ranks if one fails, "
-            "and without --checkpoint-dir the training from its beginning: use both or neither"
-        )
     leave_on_signal(saves_to, resumes=options.resume != "never")
     spawn.join()
     level = logging.ERROR if options.quiet else logging.WARNING
@@ -154,15 +142,14 @@ def _build(
     workload: Workload, options: Options, plan: TrainingPlan, adapter: CommonAdapter
 ) -> Task:
     """Build the task, and check that its data is the same on all ranks."""
+    check(of_device(options, gpu=adapter.has_gpu))
     precision = choose_precision(
         options.precision,
         prefers_bf16=workload.prefers_bf16(plan.model),
-        gpu=adapter.has_gpu,
         has_bf16=adapter.has_gpu or processor_has_bf16(),
     )
     if options.evaluates_only and precision != "fp64":
         precision = "fp32"
-    check_tf32(options.tf32, gpu=adapter.has_gpu)
     adapter.use_tf32(options.tf32)
     if options.deterministic:
         adapter.make_deterministic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import json
@@ -13,12 +12,14 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from hvdtrain import __version__, cli, errors
 from hvdtrain.cli import PROGRAMS
+from hvdtrain.config.declare import json_switch
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.output import Report
 from tests.conftest import ROOT, run
@@ -300,15 +301,16 @@ def test_no_verb_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 def with_verb(monkeypatch: pytest.MonkeyPatch, outcome: Report | BaseException) -> None:
     """Make ``hvdtrain probe`` end with ``outcome``."""
 
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--json", action="store_true")
+    @dataclass(frozen=True)
+    class Options:
+        json: bool = json_switch()
 
-    def run_verb(arguments: argparse.Namespace) -> Report:
+    def run_verb(options: Options) -> Report:
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
-    module = types.SimpleNamespace(add_arguments=add_arguments, run_verb=run_verb)
+    module = types.SimpleNamespace(Options=Options, EPILOG="", run_verb=run_verb)
     monkeypatch.setitem(sys.modules, "hvdtrain.commands.probe.verb", module)
     monkeypatch.setitem(cli.VERBS, "probe", "probes")
 

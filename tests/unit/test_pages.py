@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain import __version__, cli
 from hvdtrain.config import command_line
-from hvdtrain.config.declare import declared
+from hvdtrain.config.declare import add_options, declared
 from hvdtrain.config.options import Options
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import text
@@ -53,7 +53,7 @@ def test_every_command_of_the_pages_parses(command: Shown) -> None:
     if "hvdtrain" in words:
         name, *rest = words[words.index("hvdtrain") + 1 :]
         parser = argparse.ArgumentParser(allow_abbrev=False)
-        cli.module_of(name).add_arguments(parser)
+        add_options(parser, cli.module_of(name).Options)
         parser.parse_args(rest)
     for module in {"hvdtrain.mnist", "hvdtrain.resnet"} & set(words):
         rest = words[words.index(module) + 1 :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -13,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.config.checks import check, of_fields
 from hvdtrain.config.command_line import Parser
-from hvdtrain.config.declare import add_options, declared, option
+from hvdtrain.config.declare import add_options, from_namespace, optional, switch
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.config.values import above_zero, counts, names
 from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
@@ -61,26 +61,31 @@ def message_sizes(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class MeasurementOptions:
-    """Options of ``--time``."""
+class Options:
+    """Options of the program; None: not given."""
 
-    sizes: tuple[int, ...] = option(
-        (),
+    json: bool = switch("print the result as JSON")
+    html: Path | None = optional("HTML file for a page with diagrams", Path, metavar="FILE")
+    time: bool = switch("time each collective by message size and library")
+    sizes: tuple[int, ...] | None = optional(
         "message sizes, e.g. 4,1e6 (default: 4 B to 64 MiB)",
         message_sizes,
         metavar="BYTES,...",
         group="measurement options",
+        needs="--time",
     )
-    seconds: float = option(
-        0.0, "seconds per size and collective (default: 0.1)", above_zero, metavar="S"
+    seconds: float | None = optional(
+        "seconds per size and collective (default: 0.1)", above_zero, metavar="S", needs="--time"
     )
-    collectives: tuple[str, ...] = option(
-        (), "collectives to time (default: all)", names, metavar="NAME,..."
+    collectives: tuple[str, ...] | None = optional(
+        "collectives to time (default: all)", names, metavar="NAME,...", needs="--time"
     )
-    libraries: tuple[str, ...] = option(
-        (), "mpi4py, horovod, gloo, nccl (default: all)", names, metavar="NAME,..."
+    libraries: tuple[str, ...] | None = optional(
+        "mpi4py, horovod, gloo, nccl (default: all)", names, metavar="NAME,...", needs="--time"
     )
-    plot: Path | None = option(None, "write a plot to STEM.png and STEM.pdf", Path, metavar="STEM")
+    plot: Path | None = optional(
+        "write a plot to STEM.png and STEM.pdf", Path, metavar="STEM", needs="--time"
+    )
 
 
 @dataclass(frozen=True)
@@ -102,33 +107,14 @@ def build_parser() -> Parser:
         "With --time measure their duration.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="HTML file for a page with diagrams"
-    )
-    parser.add_argument(
-        "--time", action="store_true", help="time each collective by message size and library"
-    )
-    add_options(parser, MeasurementOptions)
+    add_options(parser, Options)
     return parser
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        UsageError: unknown option, invalid value, or options that cannot be combined.
-    """
-    options = build_parser().read(arguments)
-    for field in declared(MeasurementOptions):
-        if getattr(options, field.name) and not options.time:
-            raise UsageError(f"--{field.name} needs --time")
-    return options
 
 
 def main() -> int:
     """Run the command line on all ranks; rank 0 writes the result."""
-    options = parse(sys.argv[1:])
+    options = from_namespace(Options, build_parser().read(sys.argv[1:]))
+    check(of_fields(options))
     for path, name in ((options.html, "--html"), (options.plot, "--plot")):
         check_writable(path, name)
         if path:
@@ -163,7 +149,7 @@ def show_lesson(ranks: Mpi4py) -> ProgramOutput:
     return ProgramOutput(lesson.text(outcomes), data, partial(lesson.section, outcomes))
 
 
-def measure_time(ranks: Mpi4py, options: argparse.Namespace) -> ProgramOutput:
+def measure_time(ranks: Mpi4py, options: Options) -> ProgramOutput:
     """Time each collective of each library; all ranks together.
 
     Raises:
@@ -203,7 +189,7 @@ def _chosen(requested: Sequence[str] | None, known: Sequence[str], option: str) 
     return requested or known
 
 
-def publish(result: ProgramOutput, options: argparse.Namespace, size: int) -> None:
+def publish(result: ProgramOutput, options: Options, size: int) -> None:
     """Write plot and page if requested, and print the result."""
     written: list[Path] = []
     if options.plot and result.figure:

@@ -20,7 +20,7 @@ from hvdtrain.commands.study.command_options import (
     without_option,
 )
 from hvdtrain.commands.study.engine import RESULTS, StudyOptions
-from hvdtrain.config.declare import option
+from hvdtrain.config.declare import optional
 from hvdtrain.config.options import PRECISIONS
 from hvdtrain.config.strategies import ONE_PROCESS, PACKAGES, STRATEGIES
 from hvdtrain.config.values import names, positive
@@ -92,28 +92,25 @@ class Method:
 class CompareOptions(StudyOptions):
     """The options of ``hvdtrain compare``; None: not given."""
 
-    ranks: int | None = option(
-        None, "number of ranks of distributed strategies (default: 2)", positive, group="runs"
+    ranks: int | None = optional(
+        "number of ranks of distributed strategies (default: 2)", positive, group="runs"
     )
-    repeat: int | None = option(
-        None, "number of runs per method, in turn (default: 3)", positive, metavar="K"
+    repeat: int | None = optional(
+        "number of runs per method, in turn (default: 3)", positive, metavar="K", alias="--repeats"
     )
-    strategies: tuple[str, ...] | None = option(
-        None,
+    strategies: tuple[str, ...] | None = optional(
         "strategies, each with its options in quotes, or all (default: all)",
         entries,
         group="runs",
         metavar="S,S,...",
     )
-    precision: tuple[str, ...] | None = option(
-        None, "numeric precisions (default: that of the command)", names, metavar="P,P,..."
+    precision: tuple[str, ...] | None = optional(
+        "numeric precisions (default: that of the command)", names, metavar="P,P,..."
     )
-    frameworks: tuple[str, ...] | None = option(
-        None, "deep-learning frameworks (default: that of the command)", names, metavar="F,F,..."
+    frameworks: tuple[str, ...] | None = optional(
+        "deep-learning frameworks (default: that of the command)", names, metavar="F,F,..."
     )
-    out: Path | None = option(
-        None, f"{RESULTS} (default: {OUT})", Path, group="report", metavar="DIR"
-    )
+    out: Path | None = optional(f"{RESULTS} (default: {OUT})", Path, group="report", metavar="DIR")
 
     @property
     def folder(self) -> Path:

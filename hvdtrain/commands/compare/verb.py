@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,8 +9,6 @@ from dataclasses import asdict
 from hvdtrain.commands.compare.methods import CompareOptions, Method
 from hvdtrain.commands.compare.trials import LINES, make_comparison, read_trials
 from hvdtrain.commands.study.command_options import NO_COMMAND
-from hvdtrain.config.declare import add_options, from_namespace
-from hvdtrain.config.values import positive
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.steps.summary import nan_to_null, unit_of
 from hvdtrain.system.files import replacing
@@ -22,6 +19,7 @@ from hvdtrain.system.runtime.command import termination_as_interrupt
 
 log = logging.getLogger(__name__)
 
+USAGE = "hvdtrain compare [options] -- COMMAND...\n       hvdtrain compare --out DIR"
 EPILOG = f"""example:
   hvdtrain compare -- python -m hvdtrain.resnet --num-steps 30
   hvdtrain compare --strategies single,ddp --precision fp32,bf16 -- \\
@@ -35,25 +33,18 @@ command, the results in --out are reported again. {page("measuring")}
 explains the figures."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
-    parser.usage = "hvdtrain compare [options] -- COMMAND...\n       hvdtrain compare --out DIR"
-    parser.epilog = EPILOG
-    add_options(parser, CompareOptions, defaults=True)
-    parser.add_argument("--repeats", dest="repeat", type=positive, help=argparse.SUPPRESS)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+Options = CompareOptions
 
 
-def run_verb(arguments: argparse.Namespace) -> Report:
-    """Run the verb with parsed ``arguments``.
+def run_verb(options: Options) -> Report:
+    """Measure the methods as far as needed, and report them.
 
     Raises:
         UsageError: an option or the command is wrong, or runs are not comparable.
     """
-    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    options, methods = from_namespace(CompareOptions, arguments), None
-    if words:
-        comparison = make_comparison(options, words)
+    methods = None
+    if options.command:
+        comparison = make_comparison(options, options.command)
         methods, missing = comparison.methods, comparison.missing()
         if options.dry_run:
             return comparison.plan.show(missing)

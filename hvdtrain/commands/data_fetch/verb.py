@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.commands.data_fetch.catalogue import DATA_SETS
 from hvdtrain.commands.data_fetch.fetch import Fetch
+from hvdtrain.config.declare import REQUIRED, argument, json_switch, option, switch
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import size
@@ -31,54 +32,49 @@ EPILOG = "\n".join(
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
-    parser.epilog = EPILOG
-    names = [data_set.name for data_set in DATA_SETS]
-    parser.add_argument("name", metavar="NAME", choices=names, help="dataset, see the list below")
-    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="output directory")
-    parser.add_argument(
-        "--mirror",
+@dataclass(frozen=True)
+class Options:
+    """Options and arguments of ``hvdtrain data-fetch``."""
+
+    name: str = argument(
+        "dataset, see the list below", str, [d.name for d in DATA_SETS], metavar="NAME"
+    )
+    to: Path = option(REQUIRED, "output directory", Path, metavar="DIR")
+    mirror: str = option(
+        "",
+        "base address of the files, as URL/FILE (default: their public addresses)",
         metavar="URL",
-        default="",
-        help="base address of the files, as URL/FILE (default: their public addresses)",
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the addresses and the required disk space without downloading",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    dry_run: bool = switch("print the addresses and the required disk space without downloading")
+    json: bool = json_switch()
 
 
-def run_verb(arguments: argparse.Namespace) -> Report:
+def run_verb(options: Options) -> Report:
     """Download the missing files of the dataset.
 
     Raises:
         UsageError: the directory is unsuitable.
         HvdtrainError: a file cannot be downloaded; the next run continues.
     """
-    data_set = next(candidate for candidate in DATA_SETS if candidate.name == arguments.name)
-    folder: Path = arguments.to
-    if arguments.mirror and not re.fullmatch(r"https?://[!-~]+", arguments.mirror):
-        raise UsageError(
-            f"--mirror {arguments.mirror}: must be an address, e.g. http://host/folder"
-        )
-    fetch = Fetch(data_set, folder, arguments.mirror)
+    data_set = next(candidate for candidate in DATA_SETS if candidate.name == options.name)
+    folder = options.to
+    if options.mirror and not re.fullmatch(r"https?://[!-~]+", options.mirror):
+        raise UsageError(f"--mirror {options.mirror}: must be an address, e.g. http://host/folder")
+    fetch = Fetch(data_set, folder, options.mirror)
     try:
         missing = fetch.missing()
     except OSError as error:
         raise UsageError(f"--to {folder}: {error.strerror}") from error
     files = [{"url": fetch.address(r), "bytes": r.size, "md5": r.md5} for r in missing]
     data = {"ok": True, "name": data_set.name, "folder": str(folder), "files": files}
-    if arguments.dry_run:
+    if options.dry_run:
         lines = [f"{fetch.address(remote)}  {size(remote.size)}" for remote in missing]
         lines += [f"needs up to {size(fetch.room())} in {folder}" if missing else "nothing to do"]
         return Report("\n".join(lines), {**data, "room": fetch.room()})
     if not fetch.is_done:
         fetch.run()
     lines = [f"{data_set.name} is in {folder}" + ("" if missing else " already")]
-    trainer, *options = data_set.trainer.split()
-    train = ["python", "-m", f"hvdtrain.{trainer}", "--data", str(folder), *options]
+    trainer, *more = data_set.trainer.split()
+    train = ["python", "-m", f"hvdtrain.{trainer}", "--data", str(folder), *more]
     lines.append(f"train on it: hvdtrain launch -n 2 -- {shlex.join(train)}")
     return Report("\n".join(lines), data)

@@ -5,10 +5,17 @@ The checks are in ``diagnosis.py``, which is imported after the options have bee
 
 from __future__ import annotations
 
-import argparse
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
-from hvdtrain.commands.launch.prepare import Request, add_host_options
+from hvdtrain.commands.launch.prepare import (
+    Request,
+    hostfile_option,
+    hosts_option,
+    ppn_option,
+)
+from hvdtrain.config.declare import json_switch, optional, switch
 from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output import Report
@@ -24,26 +31,25 @@ The exit code is 1 if a finding is an error. 'absent' is not an error.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
-    parser.epilog = EPILOG
-    parser.add_argument(
-        "-n",
-        dest="ranks",
-        type=positive,
-        metavar="N",
-        help="number of ranks to start as with `hvdtrain launch -n N`, to check them and to time "
+@dataclass(frozen=True)
+class Options:
+    """Options of ``hvdtrain doctor``."""
+
+    ranks: int | None = optional(
+        "number of ranks to start as with `hvdtrain launch -n N`, to check them and to time "
         "allreduce (default: none)",
+        positive,
+        name="-n",
     )
-    add_host_options(parser.add_argument_group("hosts of the ranks of -n"))
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the commands of -n without running them"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    hosts: str | None = hosts_option(group="hosts of the ranks of -n")
+    hostfile: Path | None = hostfile_option()
+    ppn: int | None = ppn_option()
+    dry_run: bool = switch("print the commands of -n without running them", group="options")
+    json: bool = json_switch()
 
 
-def run_verb(arguments: argparse.Namespace) -> Report:
-    """Run the command with parsed ``arguments``.
+def run_verb(options: Options) -> Report:
+    """Check this host, and with ``-n`` ranks; return the findings.
 
     Raises:
         UsageError: an option is invalid.
@@ -51,12 +57,14 @@ def run_verb(arguments: argparse.Namespace) -> Report:
     # Slow to import, and not needed for --help.
     from hvdtrain.commands.doctor import diagnosis
 
-    count, environ = arguments.ranks, dict(os.environ)
-    host_options = {name: getattr(arguments, name) for name in ("ppn", "hosts", "hostfile")}
-    if count is None and any(host_options.values()):
+    environ, request = dict(os.environ), None
+    if options.ranks:
+        request = Request(
+            options.ranks, (), ppn=options.ppn, hosts=options.hosts, hostfile=options.hostfile
+        )
+    elif options.ppn or options.hosts or options.hostfile:
         raise UsageError("--ppn, --hosts and --hostfile need -n N: they place its ranks")
-    request = Request(count, (), **host_options) if count else None
-    if arguments.dry_run:
+    if options.dry_run:
         commands = diagnosis.commands(request, environ) if request else []
         lines = [command.show() for command in commands]
         return Report("\n".join(lines), {"ok": True, "commands": lines})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hvdtrain.commands.install_horovod.recipe import HOROVOD_VERSION, BuildTarget
 from hvdtrain.commands.install_horovod.toolchain import Toolchain
-from hvdtrain.config.declare import option
+from hvdtrain.config.declare import json_switch, option, switch
 from hvdtrain.config.values import count
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.limits import find_resources
@@ -46,9 +46,9 @@ class InstallOptions:
     jobs: int = option(
         0, "number of parallel compilers (default: one per core, with 2 GB of memory each)", count
     )
-    rebuild: bool = option(False, "build even if the wheel is cached", bool)
-    dry_run: bool = option(False, "print the commands without running them", bool)
-    json: bool = option(False, "print the result as one JSON object", bool)
+    rebuild: bool = switch("build even if the wheel is cached")
+    dry_run: bool = switch("print the commands without running them")
+    json: bool = json_switch()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ site-packages. The final pip command, about two seconds, is not interrupted.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import shutil
@@ -28,7 +27,6 @@ from hvdtrain.commands.install_horovod.build import (
 from hvdtrain.commands.install_horovod.plan import BuildPlan, InstallOptions, make_plan
 from hvdtrain.commands.install_horovod.toolchain import Toolchain, find
 from hvdtrain.commands.install_horovod.wheel_cache import CachedWheel, WheelCache
-from hvdtrain.config.declare import add_options, from_namespace
 from hvdtrain.errors import EXIT_USAGE, HvdtrainError
 from hvdtrain.system.files import FULL, cache_root
 from hvdtrain.system.output import Report
@@ -46,21 +44,18 @@ EPILOG = """example:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
-    parser.epilog = EPILOG
-    add_options(parser, InstallOptions, defaults=True)
+Options = InstallOptions
 
 
-def run_verb(arguments: argparse.Namespace) -> Report:
-    """Run the command with parsed ``arguments``.
+def run_verb(options: Options) -> Report:
+    """Install Horovod, or print the commands.
 
     Raises:
         UsageError: an option is invalid.
         HvdtrainError: the build, the installation or the proof failed.
     """
     environ = dict(os.environ)
-    options, toolchain = from_namespace(InstallOptions, arguments), find(environ)
+    toolchain = find(environ)
     if not options.cuda_arch:
         options = replace(options, cuda_arch=environ.get("HOROVOD_BUILD_CUDA_CC_LIST", ""))
     plan = make_plan(toolchain, options)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.commands.launch.argv import Launch
@@ -23,6 +23,7 @@ from hvdtrain.commands.launch.hosts import (
 )
 from hvdtrain.commands.launch.launcher_choice import agent_settings, find_mpi
 from hvdtrain.commands.launch.torchrun import agent_commands
+from hvdtrain.config.declare import option
 from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import count_gpus
@@ -38,6 +39,25 @@ from hvdtrain.system.runtime.command import Command, run
 from hvdtrain.system.runtime.walltime import QUERY_TIMEOUT, walltime_query
 from hvdtrain.system.settings import read_settings
 
+# Options of each verb that starts ranks.
+hosts_option = partial(
+    option,
+    None,
+    "hosts and their slots (default: those of the PBS or Slurm job, or this host)",
+    metavar="A:2,B:2",
+    either="hosts",
+)
+hostfile_option = partial(
+    option,
+    None,
+    "file with lines `host`, `host:4` or `host slots=4`",
+    Path,
+    metavar="F",
+    either="hosts",
+)
+ppn_option = partial(
+    option, None, "number of ranks per host (default: its slots)", positive, metavar="K"
+)
 _CHUNK = re.compile(r"([^/+.]+)[^/+]*/\d+(?:\*(\d+))?")  # of exec_host: node1/0*2+node2/0*4
 
 
@@ -55,25 +75,6 @@ class Request:
     bind: bool = True  # whether to bind ranks to cores, if the job is known to have them
     ranks_per_host: int | None = None  # to divide cores and threads among; None: those that run
     fewest: int | None = None  # minimum number of ranks after losses; None: all
-
-
-def add_host_options(parser: argparse._ActionsContainer) -> None:
-    """Declare --hosts, --hostfile and --ppn, for each verb that starts ranks."""
-    hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument(
-        "--hosts",
-        metavar="A:2,B:2",
-        help="hosts and their slots (default: those of the PBS or Slurm job, or this host)",
-    )
-    hosts.add_argument(
-        "--hostfile",
-        type=Path,
-        metavar="F",
-        help="file with lines `host`, `host:4` or `host slots=4`",
-    )
-    parser.add_argument(
-        "--ppn", type=positive, metavar="K", help="number of ranks per host (default: its slots)"
-    )
 
 
 def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch:

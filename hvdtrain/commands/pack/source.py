@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.config.declare import option
+from hvdtrain.config.declare import json_switch, option, optional, switch
 from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import check_input
@@ -53,8 +53,8 @@ class PackOptions:
         byte_count,
         metavar="SIZE",
     )
-    workers: int | None = option(
-        None, f"number of parallel workers (default: one per core, at most {MAX_WORKERS})", positive
+    workers: int | None = optional(
+        f"number of parallel workers (default: one per core, at most {MAX_WORKERS})", positive
     )
     resize: int = option(
         0,
@@ -62,10 +62,8 @@ class PackOptions:
         positive,
         metavar="SHORT",
     )
-    check: bool = option(
-        False, "only verify every byte of OUT; exit code 1 if any was changed", bool
-    )
-    json: bool = option(False, "print the result as one JSON object", bool)
+    check: bool = switch("only verify every byte of OUT; exit code 1 if any was changed")
+    json: bool = json_switch()
 
     @property
     def threads(self) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.pack.packing import Packing, problems
 from hvdtrain.commands.pack.source import PackOptions
-from hvdtrain.config.declare import add_options, from_namespace
+from hvdtrain.config.declare import argument
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
@@ -17,6 +17,7 @@ from hvdtrain.system.output.text import plural, size
 from hvdtrain.workloads.data.coco import SPLITS
 from hvdtrain.workloads.data.packed import COCO, IMAGES, MNIST, Pack, is_packed
 
+USAGE = "hvdtrain pack DIR OUT [options]\n       hvdtrain pack --check OUT [options]"
 EPILOG = """\
 DIR is an image folder (train/CLASS/*.jpg, val/), has the layout of COCO
 (train2017/, val2017/, annotations/instances_train2017.json, ...), or has the
@@ -33,28 +34,26 @@ example:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
-    parser.epilog = EPILOG
-    parser.usage = "hvdtrain pack DIR OUT [options]\n       hvdtrain pack --check OUT [options]"
-    parser.add_argument(
-        "folders", metavar="DIR OUT", type=Path, nargs="+", help="dataset, output directory"
+@dataclass(frozen=True)
+class Options(PackOptions):
+    """Options and arguments of ``hvdtrain pack``."""
+
+    folders: tuple[Path, ...] = argument(
+        "dataset, output directory", Path, metavar="DIR OUT", number="+"
     )
-    add_options(parser, PackOptions, defaults=True)
 
 
-def run_verb(arguments: argparse.Namespace) -> Report:
+def run_verb(options: Options) -> Report:
     """Pack a dataset, or check packed data.
 
     Raises:
         UsageError: a directory is unsuitable.
         HvdtrainError: a disk is full, or files were changed meanwhile; the next run continues.
     """
-    folders: list[Path] = arguments.folders
-    if len(folders) not in ((1, 2) if arguments.check else (2,)):
+    folders = options.folders
+    if len(folders) not in ((1, 2) if options.check else (2,)):
         raise UsageError("DIR and OUT are required (see hvdtrain pack --help)")
     out = folders[-1]
-    options = from_namespace(PackOptions, arguments)
     if options.check:
         return _check(out, options.threads)
     packing = Packing(folders[0], out, options)

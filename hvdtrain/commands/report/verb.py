@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.config.declare import argument, json_switch, optional
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import check_input
 from hvdtrain.system.output import Report
@@ -23,22 +24,22 @@ A run is a directory with the files of a trainer's --summary, --metrics,
 network."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
-    parser.epilog = EPILOG
-    parser.add_argument("folder", metavar="DIR", type=Path, help="directory of a run or a study")
-    page = f"file of the page (default: DIR/{NAME})"
-    parser.add_argument("--html", metavar="OUT", type=Path, help=page)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+@dataclass(frozen=True)
+class Options:
+    """Options and arguments of ``hvdtrain report``."""
+
+    folder: Path = argument("directory of a run or a study", Path, metavar="DIR")
+    html: Path | None = optional(f"file of the page (default: DIR/{NAME})", Path, metavar="OUT")
+    json: bool = json_switch()
 
 
-def run_verb(arguments: argparse.Namespace) -> Report:
+def run_verb(options: Options) -> Report:
     """Write the page.
 
     Raises:
         UsageError: there are no results, or the page cannot be written.
     """
-    folder: Path = arguments.folder
+    folder = options.folder
     check_input(folder, str(folder))
     with terminal.working(f"reading {printable(folder)}"):
         from hvdtrain.commands.report.find import look  # imported here to keep --help fast
@@ -55,7 +56,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
             "(--checkpoint-dir), a Horovod timeline (--timeline), or the results of `hvdtrain "
             f"scaling --out` or `hvdtrain compare --out`{left_out}"
         )
-    target = arguments.html or folder / NAME
+    target = options.html or folder / NAME
     with terminal.working(f"writing {printable(target)}"):
         write(target, render(contents))
     names = {**{name: name for name in counts}, "curves": "training curves"}

@@ -48,10 +48,10 @@ from hvdtrain.commands.study.engine import (
     find_share,
     run_stem,
 )
-from hvdtrain.commands.submit.job import Job, add_job_options, job_of
+from hvdtrain.commands.submit.job import Job
 from hvdtrain.commands.submit.site import load_site
 from hvdtrain.commands.submit.submission import submit
-from hvdtrain.config.declare import option
+from hvdtrain.config.declare import add_options, from_namespace, option, optional, switch
 from hvdtrain.config.values import counts, positive
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
@@ -85,11 +85,9 @@ class ScalingOptions(StudyOptions):
     """The options of ``hvdtrain scaling``."""
 
     ranks: tuple[int, ...] = option((), "numbers of ranks", sizes, group="runs", metavar="N,N,...")
-    repeat: int = option(3, "number of runs per size", positive, metavar="K")
-    weak: bool = option(
-        False, "constant batch per rank (default)", bool, group="runs", either="scaling"
-    )
-    strong: bool = option(False, "constant global batch", bool, either="scaling")
+    repeat: int = option(3, "number of runs per size", positive, metavar="K", alias="--repeats")
+    weak: bool = switch("constant batch per rank (default)", group="runs", either="scaling")
+    strong: bool = switch("constant global batch", either="scaling")
     batches: tuple[int, ...] = option(
         (),
         "global batch sizes to compare by the --target metric, on one number of ranks, instead of "
@@ -103,14 +101,11 @@ class ScalingOptions(StudyOptions):
         entries,
         metavar="O,O,...",
     )
-    submit: str | None = option(
-        None, "options of hvdtrain submit, in quotes: submit each size as a job", metavar="OPTIONS"
+    submit: str | None = optional(
+        "options of hvdtrain submit, in quotes: submit each size as a job", metavar="OPTIONS"
     )
-    out: Path | None = option(
-        None, f"{RESULTS} (default: {OUT})", Path, group="report", metavar="DIR"
-    )
-    from_: Path | None = option(
-        None,
+    out: Path | None = optional(f"{RESULTS} (default: {OUT})", Path, group="report", metavar="DIR")
+    from_: Path | None = optional(
         "table to report instead of runs, with columns ranks, images_per_second",
         Path,
         group="report",
@@ -292,7 +287,7 @@ def _parse(options: str) -> Job:
         UsageError: an option is unknown, or is set by the sweep.
     """
     parser = argparse.ArgumentParser(prog="--submit", allow_abbrev=False, exit_on_error=False)
-    add_job_options(parser)
+    add_options(parser, Job)
     try:
         arguments, unknown = parser.parse_known_args(shlex.split(options))
     except (argparse.ArgumentError, ValueError) as error:
@@ -303,7 +298,7 @@ def _parse(options: str) -> Job:
         if getattr(arguments, name) != parser.get_default(name) and getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"--submit {options!r}: {option} is set by the sweep: omit it")
-    return job_of(arguments)
+    return from_namespace(Job, arguments)
 
 
 def _ranks_per_node(template: Job, options: ScalingOptions) -> int:

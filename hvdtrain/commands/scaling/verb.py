@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from hvdtrain.commands.scaling.batches import LINES, BatchSetting, make_study
 from hvdtrain.commands.scaling.runs import read_folder, read_table
 from hvdtrain.commands.scaling.sweep import ScalingOptions, make_sweep, submit_sizes
 from hvdtrain.commands.study.command_options import NO_COMMAND
-from hvdtrain.config.declare import add_options, from_namespace
-from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page
@@ -19,6 +16,10 @@ from hvdtrain.system.runtime.command import termination_as_interrupt
 
 # Options for numbers of ranks, without a meaning for batch sizes.
 OF_RANKS = ("weak", "strong", "allreduce", "predict")
+USAGE = (
+    "hvdtrain scaling --ranks N,N,... [options] -- COMMAND...\n"
+    "       hvdtrain scaling --from FILE.csv [options]"
+)
 EPILOG = f"""example:
   hvdtrain scaling --ranks 1,2,4,8 -- python -m hvdtrain.resnet --num-steps 20
   hvdtrain scaling --ranks 1,2,4 --strong -- \\
@@ -34,27 +35,17 @@ command, the results in --out are reported again. {page("measuring")}
 explains the figures."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
-    parser.usage = (
-        "hvdtrain scaling --ranks N,N,... [options] -- COMMAND...\n"
-        "       hvdtrain scaling --from FILE.csv [options]"
-    )
-    parser.epilog = EPILOG
-    add_options(parser, ScalingOptions, defaults=True)
-    parser.add_argument("--repeats", dest="repeat", type=positive, help=argparse.SUPPRESS)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+Options = ScalingOptions
 
 
-def run_verb(arguments: argparse.Namespace) -> Report:
-    """Run the verb with parsed ``arguments``.
+def run_verb(options: Options) -> Report:
+    """Measure the sizes as far as needed, and report them.
 
     Raises:
         UsageError: an option is wrong, or runs are not comparable.
         HvdtrainError: a run failed.
     """
-    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    options = from_namespace(ScalingOptions, arguments)
+    words = options.command
     if options.from_ is not None:
         if words or options.ranks or options.batches:
             raise UsageError("--from only reads a table: remove --ranks, --batches and the command")
@@ -84,7 +75,7 @@ def run_verb(arguments: argparse.Namespace) -> Report:
         return report(read_folder(folder), folder, options, folder)
 
 
-def _batch_study(options: ScalingOptions, words: list[str]) -> Report:
+def _batch_study(options: ScalingOptions, words: Sequence[str]) -> Report:
     """Run and report a batch-size study; without a command only report it."""
     if options.submit is not None:
         raise UsageError("--batches and --submit: submit the study itself with hvdtrain submit")

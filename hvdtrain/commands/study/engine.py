@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.launch.hosts import Allocation, lay_out
-from hvdtrain.commands.launch.prepare import Request, choose_hosts, prepare, with_host_cores
+from hvdtrain.commands.launch.prepare import (
+    Request,
+    choose_hosts,
+    hostfile_option,
+    hosts_option,
+    ppn_option,
+    prepare,
+    with_host_cores,
+)
 from hvdtrain.commands.study.command_options import difference
 from hvdtrain.commands.study.curves import Target, read_target
-from hvdtrain.config.declare import option
+from hvdtrain.config.declare import command, json_switch, optional, switch
 from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import EXIT_USAGE, UsageError
 from hvdtrain.steps.summary import Summary
@@ -37,8 +45,6 @@ log = logging.getLogger(__name__)
 
 SUMMARY, CURVES, LOG = ".json", ".jsonl", ".log"  # suffixes of the files of a run
 SHOWN = 12  # last lines of a failed run's output
-HOSTS = "hosts and their slots (default: those of the PBS or Slurm job, or this host)"
-HOSTFILE = "file with lines `host`, `host:4` or `host slots=4`"
 RESULTS = "directory for results and plots"
 TARGET = "metric to reach, e.g. accuracy=0.985: report the time to it"
 MESSAGE = re.compile(r"^hvdtrain: (?:rank \d+ on [^:]*: )?(?:error: )?(.+)$", re.MULTILINE)
@@ -51,23 +57,22 @@ NO_MEMORY = re.compile(
 class StudyOptions:
     """Options of every study; a study declares ``ranks`` and ``repeat`` in its own words."""
 
-    ranks: Any = option(None, "numbers of ranks", positive, group="runs")
-    repeat: int | None = option(None, "number of runs per variant", positive, metavar="K")
-    hosts: str | None = option(None, HOSTS, metavar="A:2,B:2", either="hosts")
-    hostfile: Path | None = option(None, HOSTFILE, Path, metavar="F", either="hosts")
-    ppn: int | None = option(
-        None, "number of ranks per host (default: its slots)", positive, metavar="K"
+    ranks: Any = optional("numbers of ranks", positive, group="runs")
+    repeat: int | None = optional("number of runs per variant", positive, metavar="K")
+    hosts: str | None = hosts_option()
+    hostfile: Path | None = hostfile_option()
+    ppn: int | None = ppn_option()
+    threads: int | None = optional(
+        "threads per rank in every run (default: cores per rank)", positive, metavar="T"
     )
-    threads: int | None = option(
-        None, "threads per rank in every run (default: cores per rank)", positive, metavar="T"
+    timeout: float | None = optional(
+        "time limit of one run, in seconds", above_zero, metavar="SECONDS"
     )
-    timeout: float | None = option(
-        None, "time limit of one run, in seconds", above_zero, metavar="SECONDS"
-    )
-    dry_run: bool = option(False, "print the commands, run nothing", bool)
-    out: Path | None = option(None, RESULTS, Path, group="report", metavar="DIR")
-    target: Target | None = option(None, TARGET, read_target, metavar="NAME=VALUE")
-    json: bool = option(False, "print the result as one JSON object", bool)
+    dry_run: bool = switch("print the commands, run nothing")
+    out: Path | None = optional(RESULTS, Path, group="report", metavar="DIR")
+    target: Target | None = optional(TARGET, read_target, metavar="NAME=VALUE")
+    json: bool = json_switch()
+    command: tuple[str, ...] = command()
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from hvdtrain.commands.launch.stage_environment import refuse_value
-from hvdtrain.config.declare import add_options, from_namespace, option
+from hvdtrain.config.declare import command, json_switch, option, optional, switch
 from hvdtrain.config.values import count, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.walltime import parse_clock
@@ -125,9 +124,7 @@ def clock(text: str) -> int:
     return seconds
 
 
-GROUPS = ("resources", "job", "submission")
-_resource = partial(option, None, group=GROUPS[0])
-_switch = partial(option, False, kind=bool)
+_resource = partial(option, None, group="resources")
 _repeated = partial(option, (), repeated=True)
 
 
@@ -138,9 +135,9 @@ class Job:
     As typed, None stands for the default of the site; ``submission.complete`` fills it in.
     """
 
-    command: tuple[str, ...] = ()  # of every rank: the program and its arguments
+    command: tuple[str, ...] = command()  # of every rank: the program and its arguments
 
-    nodes: int = option(1, "number of nodes", positive, group=GROUPS[0], metavar="M")
+    nodes: int = option(1, "number of nodes", positive, group="resources", metavar="M")
     ppn: int | None = _resource("number of ranks per node (its GPUs, or 1)", positive, metavar="K")
     walltime: int | None = _resource("time limit of the job", clock, metavar="H:MM:SS")
     threads: int | None = _resource(
@@ -168,14 +165,14 @@ class Job:
         "range of array tasks; $TASK is the number of the task", task_range, metavar="A-B"
     )
     after: str | None = _resource("job that must complete successfully first", job_id, metavar="ID")
-    requeue: bool = _switch("rerun the job if a node fails (default: end it)")
-    tolerate_node_failures: bool = _switch("continue if a node fails, unless it is the first")
+    requeue: bool = switch("rerun the job if a node fails (default: end it)")
+    tolerate_node_failures: bool = switch("continue if a node fails, unless it is the first")
 
     module: tuple[str, ...] = _repeated(
-        "environment module to load; may be repeated", module_name, group=GROUPS[1], metavar="NAME"
+        "environment module to load; may be repeated", module_name, group="job", metavar="NAME"
     )
-    env: str | None = option(None, "Python environment (this one), or none", metavar="DIR")
-    stage_env: bool = _switch(
+    env: str | None = optional("Python environment (this one), or none", metavar="DIR")
+    stage_env: bool = switch(
         "start the ranks from copies of the environment in $TMPDIR of each node"
     )
     setup: tuple[str, ...] = _repeated(
@@ -186,28 +183,23 @@ class Job:
         variable,
         metavar="NAME=VALUE",
     )
-    once: bool = _switch("run the command once, on the first node: it starts its own ranks")
-    ladder: bool = _switch("run on 1, 2, 4, ... ranks in one job; $RANKS is their number")
-    chain: bool = _switch("chain of jobs that resume the command until it is finished")
+    once: bool = switch("run the command once, on the first node: it starts its own ranks")
+    ladder: bool = switch("run on 1, 2, 4, ... ranks in one job; $RANKS is their number")
+    chain: bool = switch("chain of jobs that resume the command until it is finished")
     chain_limit: int = option(CHAIN_LIMIT, "maximum number of jobs", count)
-    progress: str | None = option(
-        None, "directory that each job must change (its --checkpoint-dir)", metavar="DIR"
+    progress: str | None = optional(
+        "directory that each job must change (its --checkpoint-dir)", metavar="DIR"
     )
     comment: str = option("", "comment in the script", metavar="TEXT")
 
-    scheduler: str | None = option(
-        None,
-        "batch system (detected); none: a script for bash",
-        choices=SCHEDULERS,
-        group=GROUPS[2],
+    scheduler: str | None = optional(
+        "batch system (detected); none: a script for bash", choices=SCHEDULERS, group="submission"
     )
-    site: str | None = option(
-        None, "site file, or polaris, aurora, perlmutter, pbs", metavar="FILE"
-    )
+    site: str | None = optional("site file, or polaris, aurora, perlmutter, pbs", metavar="FILE")
     logs: Path = option(LOGS, "directory of scripts and logs", Path, metavar="DIR")
-    follow: bool = _switch("show state and log until the job ends; its exit code")
-    dry_run: bool = _switch("print the script without submitting it")
-    json: bool = _switch("print the result as one JSON object")
+    follow: bool = switch("show state and log until the job ends; its exit code")
+    dry_run: bool = switch("print the script without submitting it")
+    json: bool = json_switch()
 
     @property
     def ranks(self) -> int:
@@ -242,25 +234,6 @@ class Job:
     def optional(self) -> list[str]:
         """The names of variables that may be empty: then a word with one is left out."""
         return [name for name, default in self.var if not default]
-
-
-def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of a job, and its command after them."""
-    add_options(parser, Job, GROUPS, defaults=True)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-
-def job_of(parsed: argparse.Namespace) -> Job:
-    """Return the job of the ``parsed`` options."""
-    job = from_namespace(Job, parsed)
-    return replace(
-        job,
-        command=tuple(parsed.command[parsed.command[:1] == ["--"] :]),
-        directive=tuple(job.directive),
-        module=tuple(job.module),
-        setup=tuple(job.setup),
-        var=tuple(job.var),
-    )
 
 
 def check_job(job: Job) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-
-from hvdtrain.commands.submit.job import add_job_options, job_of
+from hvdtrain.commands.submit.job import Job
 from hvdtrain.commands.submit.submission import submit
 from hvdtrain.system.output import Report
 
+USAGE = "hvdtrain submit --walltime H:MM:SS [options] -- COMMAND"
 EPILOG = """example:
   hvdtrain submit --nodes 2 --ppn 4 --walltime 1:00:00 -- \\
       python -m hvdtrain.resnet --synthetic
@@ -19,18 +18,14 @@ EPILOG = """example:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
-    parser.usage = "hvdtrain submit --walltime H:MM:SS [options] -- COMMAND"
-    parser.epilog = EPILOG
-    add_job_options(parser)
+Options = Job
 
 
-def run_verb(arguments: argparse.Namespace) -> Report:
-    """Submit the job of the parsed ``arguments``; return the report.
+def run_verb(options: Options) -> Report:
+    """Submit the job; return the report.
 
     Raises:
         UsageError: an option is wrong.
         HvdtrainError: the batch system refused the job, or no longer answers.
     """
-    return submit(job_of(arguments))
+    return submit(options)

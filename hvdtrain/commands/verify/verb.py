@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import logging
 import os
@@ -10,11 +9,10 @@ import shlex
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from hvdtrain.commands.verify.options import Options
 from hvdtrain.commands.verify.rows import ALL, FAILED, StepRow, complete, progress, show
 from hvdtrain.config.strategies import DEFAULT, PACKAGES
-from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.output import Report
@@ -27,9 +25,6 @@ from hvdtrain.system.runtime.exit import USAGE_TIMEOUT, fail, leave
 
 log = logging.getLogger(__name__)
 
-TIMEOUT = 300.0  # seconds; importing TensorFlow from a cold shared disk takes up to 30 s
-UPDATES = 5
-
 EPILOG = """example:
   hvdtrain verify -n 4           start 4 ranks and verify the eight steps
   mpirun -n 4 hvdtrain verify    the ranks that mpirun started verify themselves
@@ -40,57 +35,29 @@ without -n: all slots of the batch job; outside a batch job, this process only
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
-    parser.epilog = EPILOG
-    add = parser.add_argument
-    add("-n", dest="ranks", type=positive, metavar="N", help="number of ranks to start")
-    add("--framework", choices=tuple(PACKAGES), help="framework (default: pytorch if installed)")
-    add("--strategy", metavar="NAME", help="strategy, as for the trainers (default: horovod)")
-    add("--script", type=Path, metavar="FILE", help="Horovod script to verify instead")
-    updates = f"number of updates before it is ended, or `all` (default: {UPDATES})"
-    add("--updates", type=update_limit, metavar="K", help=f"with --script: {updates}")
-    limit = f"time limit for the ranks, in seconds (default: {TIMEOUT:g})"
-    add("--timeout", type=above_zero, default=TIMEOUT, metavar="SECONDS", help=limit)
-    strict = "with --script: exit with code 1 also if a step was not seen"
-    add("--strict", action="store_true", help=strict)
-    add("--json", action="store_true", help="print the rows as one JSON object")
-    add("--dry-run", action="store_true", help="print the command without starting it")
-    add("arguments", nargs="*", metavar="-- ARGUMENT", help="arguments of the --script")
-
-
-def update_limit(value: str) -> int | str:
-    """Read a number of updates, or ``all``."""
-    try:
-        return value if value == "all" else positive(value)
-    except ValueError as error:
-        raise ValueError(f"{error}, nor all") from None
-
-
-def run_verb(arguments: argparse.Namespace) -> Report:
-    """Run the verb with parsed ``arguments``; exit code 1 if a row failed.
+def run_verb(options: Options) -> Report:
+    """Verify the ranks or the script; exit code 1 if a row failed.
 
     Raises:
         UsageError: an option is wrong, or does not fit the launcher.
         HvdtrainError: the ranks could not be started.
     """
-    if arguments.arguments and not arguments.script:
-        raise UsageError(f"{arguments.arguments[0]}: unexpected argument without --script")
-    if arguments.updates and not arguments.script:
+    if options.arguments and not options.script:
+        raise UsageError(f"{options.arguments[0]}: unexpected argument without --script")
+    if options.updates and not options.script:
         raise UsageError("--updates: requires --script FILE")
-    ranks = rank_count(arguments.ranks, os.environ)
+    ranks = rank_count(options.ranks, os.environ)
     installed = (name for name, package in PACKAGES.items() if is_installed(package))
-    framework = arguments.framework or next(installed, "pytorch")
-    if ranks is None and not arguments.script:
-        return _verify_here(framework, arguments)
+    framework = options.framework or next(installed, "pytorch")
+    if ranks is None and not options.script:
+        return _verify_here(framework, options)
     with termination_as_interrupt():  # the ranks must not outlive this process
-        if arguments.script:
+        if options.script:
             from hvdtrain.commands.verify.script.start import observe
 
-            arguments.updates = arguments.updates or UPDATES
-            return observe(arguments, ranks)
+            return observe(options, ranks)
         assert ranks is not None
-        return _start(ranks, framework, arguments)
+        return _start(ranks, framework, options)
 
 
 def rank_count(requested: int | None, environ: Mapping[str, str]) -> int | None:
@@ -113,29 +80,29 @@ def rank_count(requested: int | None, environ: Mapping[str, str]) -> int | None:
     return requested or find_allocation(environ).slots or None
 
 
-def _start(ranks: int, framework: str, arguments: argparse.Namespace) -> Report:
+def _start(ranks: int, framework: str, options: Options) -> Report:
     """Start ranks that verify the steps, and return their report."""
     from hvdtrain.commands.launch.prepare import Request, prepare
     from hvdtrain.commands.verify.ranks import rank_command, start_ranks
 
     def build(steps: Sequence[int]) -> Command:
-        return prepare(Request(ranks, rank_command(framework, arguments.strategy, steps))).command
+        return prepare(Request(ranks, rank_command(framework, options.strategy, steps))).command
 
     first = build(ALL)
-    if arguments.dry_run:
+    if options.dry_run:
         return Report(first.show(), {"ok": True, "commands": [first.show()]})
     log.info("%s", first.show())
     with terminal.working(f"starting {plural(ranks, 'rank')} and {framework}"):
-        rows = start_ranks(build, arguments.timeout)
-    return report(rows, framework, arguments.strategy, ranks)
+        rows = start_ranks(build, options.timeout)
+    return report(rows, framework, options.strategy, ranks)
 
 
-def _verify_here(framework: str, arguments: argparse.Namespace) -> Report:
+def _verify_here(framework: str, options: Options) -> Report:
     """Verify in this process, a rank of a launcher or the only one; rank 0 returns the report."""
     from hvdtrain.commands.verify.ranks import rank_command, verify
 
-    if arguments.dry_run:
-        command = shlex.join(rank_command(framework, arguments.strategy, ALL))
+    if options.dry_run:
+        command = shlex.join(rank_command(framework, options.strategy, ALL))
         return Report(command, {"ok": True, "commands": [command]})
     launch = detect(os.environ)
     rows: list[StepRow] = []
@@ -147,16 +114,16 @@ def _verify_here(framework: str, arguments: argparse.Namespace) -> Report:
 
     def run_checks() -> None:
         try:
-            verify(framework, arguments.strategy, add_row)
+            verify(framework, options.strategy, add_row)
         except Exception as error:
             failures.append(error)
 
     worker = threading.Thread(target=run_checks, name="verify", daemon=True)
     with terminal.working(f"starting {framework}"):
         worker.start()
-        worker.join(arguments.timeout)
+        worker.join(options.timeout)
     if worker.is_alive():
-        cause = f"no answer after {arguments.timeout:g} s: a rank hangs, or --timeout is too short"
+        cause = f"no answer after {options.timeout:g} s: a rank hangs, or --timeout is too short"
         rows.append(StepRow(len(rows) + 1, FAILED, cause))
         atexit.register(leave, EXIT_FAILURE)  # before the finalizers, which would hang too
     if launch.rank and (failures or worker.is_alive()):
@@ -167,7 +134,7 @@ def _verify_here(framework: str, arguments: argparse.Namespace) -> Report:
         raise failures[0]
     if launch.rank:
         sys.exit(EXIT_OK)
-    return report(rows, framework, arguments.strategy, launch.size)
+    return report(rows, framework, options.strategy, launch.size)
 
 
 def report(rows: Sequence[StepRow], framework: str, strategy: str | None, ranks: int) -> Report:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, ClassVar
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.config.declare import option
+from hvdtrain.config.declare import option, switch
 from hvdtrain.config.options import TASK_OPTIONS, Options
 from hvdtrain.config.values import positive
 from hvdtrain.errors import TrainingError, UsageError
@@ -49,13 +49,8 @@ AUTO, PILLOW, DALI = DECODERS = ("auto", "pillow", "dali")
 class SyntheticOptions(Options):
     """Options of a task whose speed is measured on random images, too."""
 
-    EITHER: ClassVar = (*Options.EITHER, ("synthetic", "data"))
-
-    synthetic: bool = option(
-        False,
-        "measure throughput on random images (default without --data)",
-        bool,
-        group=TASK_OPTIONS,
+    synthetic: bool = switch(
+        "measure throughput on random images (default without --data)", group=TASK_OPTIONS
     )
 
 
@@ -71,7 +66,7 @@ class ImageOptions(SyntheticOptions):
         group="data",
     )
     image_size: int = option(224, "height and width of the images in pixels", positive)
-    skip_broken: bool = option(False, "skip and count images that cannot be decoded", bool)
+    skip_broken: bool = switch("skip and count images that cannot be decoded")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.config.declare import option
+from hvdtrain.config.declare import optional
 from hvdtrain.config.options import TASK_OPTIONS, Options
 from hvdtrain.config.values import fraction
 from hvdtrain.errors import UsageError
@@ -41,11 +41,8 @@ F32 = NDArray[np.float32]
 class MnistOptions(Options):
     """Options of the training on digits."""
 
-    dropout: float | None = option(
-        None,
-        "dropout probability of all dropout layers; 0: no dropout",
-        fraction,
-        group=TASK_OPTIONS,
+    dropout: float | None = optional(
+        "dropout probability of all dropout layers; 0: no dropout", fraction, group=TASK_OPTIONS
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from hvdtrain.config.declare import option
+from hvdtrain.config.declare import optional, switch
 from hvdtrain.errors import UsageError
 from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 from hvdtrain.workloads.data import coco
@@ -76,14 +76,10 @@ class DetectorOptions(SyntheticOptions):
 
     ALIASES: ClassVar = {**SyntheticOptions.ALIASES, **ALIASES}
 
-    skip_broken: bool = option(
-        False, "skip and count images that are missing or cannot be decoded", bool
-    )
-    backbone_path: Path | None = option(None, "file with the initial weights of the backbone", Path)
-    pictures: Path | None = option(
-        None,
-        "directory for 12 images with the detected boxes, written at each evaluation",
-        Path,
+    skip_broken: bool = switch("skip and count images that are missing or cannot be decoded")
+    backbone_path: Path | None = optional("file with the initial weights of the backbone", Path)
+    pictures: Path | None = optional(
+        "directory for 12 images with the detected boxes, written at each evaluation", Path
     )
 
 

@@ -6,20 +6,23 @@ import dataclasses
 
 import pytest
 
-from hvdtrain.config.comm_options import COMPRESSIONS, NONE, CommOptions, check_comm_options
+from hvdtrain.config.checks import check, of_strategy
+from hvdtrain.config.comm_options import COMPRESSIONS, NONE, CommOptions
 from hvdtrain.config.declare import declared
 from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
+from hvdtrain.system.runtime.detect import SINGLE_RANK
 
 
-def check(options: CommOptions, strategy: str, framework: str = "pytorch") -> None:
-    check_comm_options(options, STRATEGIES[strategy], framework)
+def check_options(options: CommOptions, strategy: str, framework: str = "pytorch") -> None:
+    launch = SINGLE_RANK
+    check(of_strategy(STRATEGIES[strategy], framework, launch, options.compression))
 
 
 def refusal(options: CommOptions, strategy: str, framework: str = "pytorch") -> str:
     with pytest.raises(UsageError) as caught:
-        check(options, strategy, framework)
+        check_options(options, strategy, framework)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -31,7 +34,7 @@ def test_a_strategy_supports_the_compressions_of_its_record(name: str) -> None:
     for compression in COMPRESSIONS:
         options = CommOptions(compression=compression)
         if compression in (NONE, *record.compressions):
-            check(options, name)
+            check_options(options, name)
         else:
             assert f"--compression {compression}" in refusal(options, name)
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hvdtrain.config.checks import check, of_device
 from hvdtrain.config.command_line import parse
 from hvdtrain.config.declare import REMOVED
 from hvdtrain.config.options import Options
@@ -253,6 +254,20 @@ def test_inference_is_measured_with_and_without_weights() -> None:
     assert read("--benchmark=inference").evaluates_only
     assert read("--benchmark=inference", "--checkpoint=c").checkpoint == Path("c")
     assert not read("--benchmark=training").evaluates_only
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Every(tf32=True), "--tf32 is for GPUs"),
+        (Every(precision="fp16"), "--precision fp16 needs a GPU"),
+    ],
+)
+def test_what_needs_a_gpu(options: Options, words: str) -> None:
+    check(of_device(options, gpu=True))
+    check(of_device(Every(), gpu=False))
+    with pytest.raises(UsageError, match=words):
+        check(of_device(options, gpu=False))
 
 
 # --config

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from hvdtrain.config.options import Options
-from hvdtrain.errors import UsageError
 from hvdtrain.steps.world import World
 from hvdtrain.tasks.task import LearningRates, Recipe, Workload
 from hvdtrain.training.plan import (
     TrainingPlan,
-    check_tf32,
     choose_model,
     choose_precision,
     choose_workers,
@@ -293,21 +291,11 @@ def test_a_workload_of_one_network_takes_any_name() -> None:
 
 
 def test_the_precision() -> None:
-    for prefers, gpu, has in itertools.product((True, False), repeat=3):
-        for requested in ("fp64", "fp32", "bf16", "auto"):
-            chosen = choose_precision(requested, prefers_bf16=prefers, gpu=gpu, has_bf16=has)
+    for prefers, has in itertools.product((True, False), repeat=2):
+        for requested in ("fp64", "fp32", "bf16", "fp16", "auto"):
+            chosen = choose_precision(requested, prefers_bf16=prefers, has_bf16=has)
             auto = "bf16" if prefers and has else "fp32"
             assert chosen == (auto if requested == "auto" else requested)
-
-
-def test_what_needs_a_gpu() -> None:
-    check_tf32(True, gpu=True)
-    check_tf32(False, gpu=False)
-    with pytest.raises(UsageError, match="--tf32 is for GPUs"):
-        check_tf32(True, gpu=False)
-    assert choose_precision("fp16", prefers_bf16=True, gpu=True, has_bf16=True) == "fp16"
-    with pytest.raises(UsageError, match="--precision fp16 needs a GPU"):
-        choose_precision("fp16", prefers_bf16=True, gpu=False, has_bf16=True)
 
 
 @pytest.mark.parametrize(

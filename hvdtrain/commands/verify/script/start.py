@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from hvdtrain.commands.launch.hosts import find_allocation
 from hvdtrain.commands.launch.prepare import Request, prepare
+from hvdtrain.commands.verify.options import ALL, UPDATES, Options
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, StepRow, show
 from hvdtrain.commands.verify.script import judge
 from hvdtrain.commands.verify.script.judge_updates import KERAS
@@ -28,8 +28,6 @@ from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, r
 from hvdtrain.system.runtime.detect import detect, may_be_shell
 
 log = logging.getLogger(__name__)
-
-ALL = "all"
 
 # Of a script that another library distributes, and of one that can be verified.
 OTHER_WORDS = r"torch(?:\.| import )distributed|DistributedDataParallel|tf\.distribute\b"
@@ -185,7 +183,7 @@ def _last(result: CommandResult) -> str:
     return lines[-1] if lines else f"exit code {result.exit_code}"
 
 
-def observe(options: argparse.Namespace, ranks: int | None) -> Report:
+def observe(options: Options, ranks: int | None) -> Report:
     """Run ``hvdtrain verify --script``.
 
     Raises:
@@ -196,10 +194,10 @@ def observe(options: argparse.Namespace, ranks: int | None) -> Report:
             "--script: starts its ranks itself; use -n N instead of starting hvdtrain with mpirun"
         )
     ranks = ranks or 1
-    script: Path = options.script
+    script = options.script or Path()
     if not script.is_file():
         raise UsageError(f"--script {script}: no such file")
-    updates = None if options.updates == ALL else options.updates
+    updates = None if options.updates == ALL else int(options.updates or UPDATES)
     if options.dry_run:
         line = build(ranks, script, options.arguments, updates, Path("FOLDER")).show()
         return Report(line, {"ok": True, "commands": [line]})
@@ -207,7 +205,7 @@ def observe(options: argparse.Namespace, ranks: int | None) -> Report:
     return report(result, options, ranks)
 
 
-def report(result: ScriptResult, options: argparse.Namespace, ranks: int) -> Report:
+def report(result: ScriptResult, options: Options, ranks: int) -> Report:
     """Return the rows as a table and as data; a crash of the script comes first."""
     failed = sum(row.state == FAILED for row in result.rows)
     unseen = [row.step for row in result.rows if row.state == NOT_SEEN]
@@ -223,7 +221,9 @@ def report(result: ScriptResult, options: argparse.Namespace, ranks: int) -> Rep
         end += ", a failure with --strict" if options.strict else ""
         end += "; to see more, run it to its end:" if more else ""
     end = message(end) + (f"\n  {more}" if more else "")  # a command is not wrapped
-    headline = f"hvdtrain verify: {options.script.name}, {plural(ranks, 'rank')}, "
+    headline = (
+        f"hvdtrain verify: {options.script and options.script.name}, {plural(ranks, 'rank')}, "
+    )
     headline += plural(result.updates, "update")
     if result.crash:
         headline += f"\n{result.crash}"
@@ -244,7 +244,7 @@ def report(result: ScriptResult, options: argparse.Namespace, ranks: int) -> Rep
     return Report(text, data, EXIT_OK if ok else EXIT_FAILURE)
 
 
-def _more(options: argparse.Namespace, ranks: int) -> str | None:
+def _more(options: Options, ranks: int) -> str | None:
     """Return the command that would show more steps; None if this one was it."""
     if ranks > 1 and options.updates == ALL:
         return None

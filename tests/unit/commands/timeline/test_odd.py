@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 from pathlib import Path
@@ -12,14 +11,13 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
-from hvdtrain.commands.timeline.verb import add_arguments, run_verb
+from hvdtrain.commands.timeline.verb import Options, run_verb
+from hvdtrain.config.declare import from_namespace
 from tests.timelines import straggling
 
 
 def text_of(*words: str) -> str:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return run_verb(parser.parse_args(list(words))).text
+    return run_verb(from_namespace(Options, cli.parser_of("timeline").read(words))).text
 
 
 @pytest.mark.parametrize("odd", ["\\u001b[2J", "\\u0000", "\\u202e"])

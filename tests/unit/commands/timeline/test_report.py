@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.commands.timeline.verb import add_arguments, run_verb
+from hvdtrain.commands.timeline.verb import Options, run_verb
+from hvdtrain.config.declare import from_namespace
 from tests.timelines import Timeline, straggling
 
 
 def run(*words: str) -> str:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return run_verb(parser.parse_args(list(words))).text
+    return run_verb(from_namespace(Options, cli.parser_of("timeline").read(words))).text
 
 
 REPORT = """\

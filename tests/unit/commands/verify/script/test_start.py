@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvdtrain.commands.verify.options import Options
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, StepRow
 from hvdtrain.commands.verify.script import start
 from hvdtrain.commands.verify.script.record import Record
@@ -24,9 +24,9 @@ def result(
     return ScriptResult(rows, list(ended), updates)
 
 
-def options(updates: str = "5", *, strict: bool = False) -> argparse.Namespace:
-    arguments = {"script": Path("my train.py"), "arguments": ["--epochs", "1"]}
-    return argparse.Namespace(updates=updates, strict=strict, **arguments)
+def options(updates: int | str = 5, *, strict: bool = False) -> Options:
+    script = Path("my train.py")
+    return Options(script=script, updates=updates, strict=strict, arguments=("--epochs", "1"))
 
 
 def test_steps_not_seen_are_not_reported_as_passed() -> None:
