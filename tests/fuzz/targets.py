@@ -24,11 +24,11 @@ from typing_extensions import override
 from xxhash import xxh3_128
 
 from hvdtrain.adapters.select import adapter
-from hvdtrain.commands.compare.trials import append_trial
+from hvdtrain.commands.compare.trials import LINES as TRIALS
 from hvdtrain.commands.pack.packing import Packing, shard_problem
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.commands.report.find import look
-from hvdtrain.commands.scaling.runs import append_line
+from hvdtrain.commands.study.records import append
 from hvdtrain.commands.timeline import report, trace_page
 from hvdtrain.commands.timeline.analyse import Recorder
 from hvdtrain.commands.timeline.read import repair
@@ -386,9 +386,9 @@ def results() -> list[bytes]:
 
     def write(folder: Path) -> None:
         for each in runs:
-            append_line(folder / "results.jsonl", each)
+            append(folder / "results.jsonl", each)
         for each in trials:
-            append_trial(folder, each)
+            append(folder / TRIALS, each)
 
     return [_json(summary(2, samples_trained=9)), *written(write).values()]
 

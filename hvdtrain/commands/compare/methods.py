@@ -30,7 +30,7 @@ from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.output.text import printable
 
 OUT = Path("compare")
-RANKS, REPEATS = 2, 3  # defaults
+RANKS = 2  # default
 ALL = "all"
 AUTO = "auto"  # --precision: chosen by workload and device
 NONE = "none"  # --compression
@@ -112,10 +112,7 @@ class CompareOptions(StudyOptions):
     )
     out: Path | None = optional(f"{RESULTS} (default: {OUT})", Path, group="report", metavar="DIR")
 
-    @property
-    def folder(self) -> Path:
-        """The directory of the comparison."""
-        return self.out or OUT
+    default_folder = OUT
 
 
 def choose(options: CompareOptions, words: Sequence[str]) -> list[Method]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+
+from typing_extensions import override
 
 from hvdtrain.commands.compare.methods import (
     AUTO,
     RANKS,
-    REPEATS,
     CompareOptions,
     Method,
     choose,
@@ -19,10 +20,9 @@ from hvdtrain.commands.compare.methods import (
     method_words,
     unavailable_reason,
 )
-from hvdtrain.commands.study import engine, records
+from hvdtrain.commands.study import records
 from hvdtrain.commands.study.command_options import check_measurable, global_batch, value_of
 from hvdtrain.commands.study.engine import (
-    HostShare,
     Plan,
     Planned,
     RecordedSetting,
@@ -31,8 +31,10 @@ from hvdtrain.commands.study.engine import (
     find_share,
 )
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.summary import Summary, typed
+from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output.text import plural
+
+log = logging.getLogger(__name__)
 
 LINES = "compare.jsonl"
 
@@ -51,8 +53,10 @@ class Trial:
     reason: str = ""  # if there is no summary
     failed: bool = False  # the method is available, but the run failed
 
-
-_trial = partial(typed, Trial)
+    @property
+    def variant(self) -> str:
+        """The name of the variant of the study."""
+        return self.method.name
 
 
 def read_trials(folder: Path) -> list[Trial]:
@@ -61,86 +65,69 @@ def read_trials(folder: Path) -> list[Trial]:
     Raises:
         UsageError: they cannot be read.
     """
-    return records.read(folder / LINES, _trial, "comparison")
-
-
-def append_trial(folder: Path, trial: Trial) -> None:
-    """Append a run to the records in a comparison's directory."""
-    records.append(folder / LINES, records.encode(trial), _trial)
+    return records.read(folder / LINES, Trial, "comparison")
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The requested runs of one training by several methods."""
+class Comparison(Plan[Trial]):
+    """The requested runs of one training by several methods, in turn (A B A B)."""
 
-    options: CompareOptions
-    words: tuple[str, ...]  # the command as typed
     methods: tuple[Method, ...]
     batch: int  # global: samples per update, in every row
-    share: HostShare  # of a host, also for the baseline
+
+    lines = LINES
 
     @property
-    def plan(self) -> Plan:
-        """The runs: the methods in turn (A B A B)."""
-        variants = tuple(map(self._variant, self.methods))
-        repeats = self.options.repeat or REPEATS
-        return Plan(self.options.folder, variants, repeats, self.options.timeout)
+    @override
+    def variants(self) -> list[Variant]:
+        return list(map(self._variant, self.methods))
 
     def _variant(self, method: Method) -> Variant:
         words = method_words(self.words, method, self.batch)
         bind = not method.uses_all_devices
         request = self.share.request(self.options, method.ranks, words, bind=bind)
         title = f"{full_label(method)}, {plural(method.ranks, 'rank')}"
-        return Variant(method.name, title, request, unavailable_reason(method))
+        return Variant(method.name, title, request, method, unavailable_reason(method))
 
-    def missing(self) -> list[Planned]:
-        """Return the runs that are not complete, in order.
-
-        Raises:
-            UsageError: the complete runs belong to another comparison.
-        """
+    @override
+    def read(self) -> list[Trial]:
         trials = read_trials(self.options.folder)
-        self._check_names(trial.method for trial in trials)
-        for trial in trials:
-            engine.check_continues(
-                self.options.folder,
-                f"{trial.method.name}-{trial.repeat}",
-                (trial.command, self.words),
-                [
-                    RecordedSetting("global batch", trial.batch, self.batch),
-                    RecordedSetting("machine", trial.machine, self.share.machine),
-                    RecordedSetting(
-                        "number of threads per rank", trial.threads, self.share.threads
-                    ),
-                ],
-            )
-        return self.plan.missing({(t.method.name, t.repeat) for t in trials if t.summary})
-
-    def _check_names(self, recorded: Iterable[Method]) -> None:
-        """Reject methods whose files would replace those of another one: ``--x 1``, ``--x=1``."""
+        # Their files would replace those of another method: ``--x 1``, ``--x=1``.
         by_name: dict[str, Method] = {}
-        for method in (*self.methods, *recorded):
+        for method in (*self.methods, *(trial.method for trial in trials)):
             namesake = by_name.setdefault(method.name, method)
             if namesake != method and namesake in self.methods:
                 raise UsageError(
                     f"--strategies {namesake.label!r}: the names of its files are those of "
                     f"{method.label!r}; write its options as there, or use another --out"
                 )
+        return trials
 
-    def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
-        """Append a run, or the reason for its absence, to the records.
+    @override
+    def carry_out(self, missing: Sequence[Planned]) -> None:
+        if runs := sum(not variant.unavailable for variant, _ in missing):
+            hint = "" if self.options.strategies else "; use --strategies a,b for fewer"
+            log.info("%s%s; time estimate after the first run", plural(runs, "run"), hint)
+        super().carry_out(missing)
 
-        Raises:
-            UsageError: the command is invalid, even for a single process.
-        """
-        method = next(method for method in self.methods if method.name == variant.name)
+    @override
+    def settings(self, run: Trial) -> list[RecordedSetting]:
+        return [
+            RecordedSetting("global batch", run.batch, self.batch),
+            RecordedSetting("machine", run.machine, self.share.machine),
+            RecordedSetting("number of threads per rank", run.threads, self.share.threads),
+        ]
+
+    @override
+    def new_record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> Trial:
+        method = variant.subject
         if outcome.invalid and method.is_baseline and method.precision == AUTO:
             raise UsageError(
                 f"the command cannot be run, even in a single process: {outcome.reason}. Put "
                 "options of single strategies after their names, e.g. --strategies 'horovod "
                 "--compression fp16'"
             )
-        trial = Trial(
+        return Trial(
             method,
             repeat,
             self.words,
@@ -151,7 +138,6 @@ class Comparison:
             outcome.reason,
             outcome.failed,
         )
-        append_trial(self.options.folder, trial)
 
 
 def make_comparison(options: CompareOptions, words: Sequence[str]) -> Comparison:
@@ -169,4 +155,4 @@ def make_comparison(options: CompareOptions, words: Sequence[str]) -> Comparison
     ranks = options.ranks or RANKS
     methods = tuple(choose(options, words))
     share = find_share(options, (ranks,))
-    return Comparison(options, tuple(words), methods, global_batch(words, ranks), share)
+    return Comparison(options, tuple(words), share, methods, global_batch(words, ranks))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -13,11 +12,8 @@ from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.steps.summary import nan_to_null, unit_of
 from hvdtrain.system.files import replacing
 from hvdtrain.system.output import Report
-from hvdtrain.system.output.text import page, plural
+from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.command import termination_as_interrupt
-
-log = logging.getLogger(__name__)
 
 USAGE = "hvdtrain compare [options] -- COMMAND...\n       hvdtrain compare --out DIR"
 EPILOG = f"""example:
@@ -45,14 +41,9 @@ def run_verb(options: Options) -> Report:
     methods = None
     if options.command:
         comparison = make_comparison(options, options.command)
-        methods, missing = comparison.methods, comparison.missing()
-        if options.dry_run:
-            return comparison.plan.show(missing)
-        if runs := sum(not variant.unavailable for variant, _ in missing):
-            hint = "" if options.strategies else "; use --strategies a,b for fewer"
-            log.info("%s%s; time estimate after the first run", plural(runs, "run"), hint)
-        with termination_as_interrupt():  # the ranks must not outlive this process
-            comparison.plan.carry_out(missing, comparison.record)
+        methods = comparison.methods
+        if commands := comparison.execute():
+            return commands
     else:
         chosen = (options.strategies, options.precision, options.frameworks, options.ranks)
         if any((*chosen, options.repeat, options.dry_run)):

@@ -12,11 +12,12 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+from typing_extensions import override
+
 from hvdtrain.commands.scaling.sweep import ScalingOptions
-from hvdtrain.commands.study import engine, records
+from hvdtrain.commands.study import records
 from hvdtrain.commands.study.command_options import (
     REFUSED,
     batch_sizes,
@@ -27,16 +28,14 @@ from hvdtrain.commands.study.command_options import (
     without_option,
 )
 from hvdtrain.commands.study.engine import (
-    HostShare,
     Plan,
-    Planned,
     RecordedSetting,
     RunOutcome,
     Variant,
     find_share,
 )
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.summary import Summary, typed
+from hvdtrain.steps.summary import Summary
 
 LINES = "batches.jsonl"
 SET = {  # options that the study sets, or that would end its runs early
@@ -79,23 +78,25 @@ class BatchRun:
     summary: Summary | None = None
     reason: str = ""  # if there is no summary
 
+    @property
+    def variant(self) -> str:
+        """The name of the variant of the study."""
+        return self.setting.name
+
 
 def read_runs(folder: Path) -> list[BatchRun]:
     """Return the runs in a study's directory; an empty list without results."""
-    return records.read(folder / LINES, _run, "batch-size study")
-
-
-_run = partial(typed, BatchRun)
+    return records.read(folder / LINES, BatchRun, "batch-size study")
 
 
 @dataclass(frozen=True)
-class BatchStudy:
+class BatchStudy(Plan[BatchRun]):
     """The requested runs of one training with several global batches and optimizers."""
 
-    options: ScalingOptions
-    words: tuple[str, ...]  # the command as typed
     batch: int  # of a rank and pass, at most
-    share: HostShare
+
+    lines = LINES
+    independent = True
 
     @property
     def ranks(self) -> int:
@@ -103,14 +104,14 @@ class BatchStudy:
         return self.options.ranks[0] if self.options.ranks else 1
 
     @property
-    def settings(self) -> list[BatchSetting]:
+    def batch_settings(self) -> list[BatchSetting]:
         """The variants, in the order of the table."""
         # So that another spelling of an optimizer, --lr=2, is the same variant.
         spelled = (re.sub(r"(--[\w-]+)=", r"\1 ", text) for text in self.options.optimizers)
         optimizers = list(dict.fromkeys(spelled)) or [""]
         return [BatchSetting(name, batch) for name in optimizers for batch in self.options.batches]
 
-    def variant(self, setting: BatchSetting) -> Variant:
+    def variant_of(self, setting: BatchSetting) -> Variant:
         """Return the variant of a setting."""
         passes = math.ceil(setting.batch / (self.ranks * self.batch))
         words = without_option(self.words, "--batch-size")
@@ -121,56 +122,45 @@ class BatchStudy:
         if setting.optimizer:
             words += ["--optimizer", *shlex.split(setting.optimizer)]
         request = self.share.request(self.options, self.ranks, words)
-        return Variant(setting.name, setting.title, request)
+        return Variant(setting.name, setting.title, request, setting)
 
     @property
-    def plan(self) -> Plan:
-        """The runs: all settings with the first seed, then with the second ..."""
-        return Plan(
-            self.options.folder,
-            tuple(map(self.variant, self.settings)),
-            self.options.repeat,
-            self.options.timeout,
-            words=lambda repeat: ("--seed", str(repeat)),
-            independent=True,
-        )
+    @override
+    def variants(self) -> list[Variant]:
+        return list(map(self.variant_of, self.batch_settings))
 
-    def missing(self) -> list[Planned]:
-        """Return the runs that are not complete, in order.
+    @override
+    def repeat_words(self, repeat: int) -> Sequence[str]:
+        return ("--seed", str(repeat))
 
-        Raises:
-            UsageError: the complete runs belong to another study.
-        """
-        runs = read_runs(self.options.folder)
-        for run in runs:
-            engine.check_continues(
-                self.options.folder,
-                f"{run.setting.name}-{run.repeat}",
-                (run.command, self.words),
-                [
-                    RecordedSetting("number of ranks", run.ranks, self.ranks),
-                    RecordedSetting("batch per pass", run.batch, self.batch),
-                ],
-            )
-        return self.plan.missing({(run.setting.name, run.repeat) for run in runs if run.summary})
+    @override
+    def read(self) -> list[BatchRun]:
+        return read_runs(self.options.folder)
 
-    def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
-        """Append a run, or the reason for its failure, e.g. a loss that is not finite.
+    @override
+    def settings(self, run: BatchRun) -> list[RecordedSetting]:
+        return [
+            RecordedSetting("number of ranks", run.ranks, self.ranks),
+            RecordedSetting("batch per pass", run.batch, self.batch),
+        ]
+
+    @override
+    def new_record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> BatchRun:
+        """Return the record of a run, or of its failure, e.g. a loss that is not finite.
 
         Raises:
             UsageError: the command is invalid, or an epoch is smaller than the batch.
         """
         if outcome.invalid:
             raise UsageError(f"{variant.title}: {outcome.reason}")
-        setting = next(value for value in self.settings if value.name == variant.name)
-        summary = outcome.summary or Summary()
+        setting, summary = variant.subject, outcome.summary or Summary()
         updates, samples = summary.steps_completed or 0, summary.samples_trained or 0
         if updates == summary.epochs_completed and samples < updates * setting.batch:
             raise UsageError(
                 f"--batches {setting.batch}: more than the {samples // updates:,} samples of an "
                 "epoch; remove this batch"
             )
-        run = BatchRun(
+        return BatchRun(
             setting=setting,
             repeat=repeat,
             ranks=self.ranks,
@@ -180,7 +170,6 @@ class BatchStudy:
             summary=outcome.summary,
             reason=outcome.reason,
         )
-        records.append(self.options.folder / LINES, records.encode(run), _run)
 
 
 def make_study(options: ScalingOptions, words: Sequence[str]) -> BatchStudy:
@@ -207,7 +196,7 @@ def make_study(options: ScalingOptions, words: Sequence[str]) -> BatchStudy:
             "which the learning rate is right"
         )
     share = find_share(options, options.ranks or (1,))
-    return BatchStudy(options, tuple(words), int(batch), share)
+    return BatchStudy(options, tuple(words), share, int(batch))
 
 
 def _check_optimizer(text: str) -> None:

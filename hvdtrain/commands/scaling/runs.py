@@ -8,7 +8,6 @@ the complete ``summary`` of the run.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import math
@@ -21,11 +20,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.study import engine, records
-from hvdtrain.commands.study.curves import Evaluation, evaluations, read_curves
-from hvdtrain.commands.study.engine import CURVES, RecordedSetting
+from hvdtrain.commands.study import records
+from hvdtrain.commands.study.curves import Evaluation, evaluations
+from hvdtrain.commands.study.engine import curves_of
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.summary import Stopped, Summary, typed
+from hvdtrain.steps.summary import Stopped, Summary
 from hvdtrain.system.files import read_regular
 
 LINES, TABLE = "results.jsonl", "results.csv"  # all runs, and their table
@@ -71,6 +70,11 @@ class MeasuredRun:
     ranks_per_host: int | None = None  # that share a host's cores; None: those that run
 
     @property
+    def variant(self) -> str:
+        """The variant of the study: its number of ranks."""
+        return str(self.ranks)
+
+    @property
     def name(self) -> str:
         """Ranks and repeat, as in the names of its files: ``4-1``."""
         return f"{self.ranks}-{self.repeat}"
@@ -105,15 +109,7 @@ class MeasuredRun:
 
 def read_lines(path: Path) -> list[MeasuredRun]:
     """Return the runs in a JSON Lines file; see ``records.read``."""
-    return records.read(path, _run, "sweep")
-
-
-_run = partial(typed, MeasuredRun)
-
-
-def append_line(path: Path, run: MeasuredRun) -> None:
-    """Append a run to a JSON Lines file."""
-    records.append(path, records.encode(run), _run)
+    return records.read(path, MeasuredRun, "sweep")
 
 
 def table_text(runs: Sequence[MeasuredRun]) -> str:
@@ -233,11 +229,9 @@ def read_evaluations(
     evaluated: dict[int, list[list[Evaluation]]] = {run.ranks: [] for run in runs}
     for run in runs:
         for base in (folder, folder / f"ranks-{run.ranks}"):
-            path = engine.file_path(engine.run_stem(base, str(run.ranks), run.repeat), CURVES)
-            with contextlib.suppress(OSError, ValueError):
-                if curves := read_curves(path):
-                    evaluated[run.ranks].append(evaluations(curves, metric))
-                    break
+            if curves := curves_of(base, run):
+                evaluated[run.ranks].append(evaluations(curves, metric))
+                break
     return evaluated
 
 
@@ -321,39 +315,3 @@ def _same(
         f"{source}: {label} is not the same in all runs (ranks-repeat): {'; '.join(parts)}. "
         f"Use a separate study for each{hint}"
     )
-
-
-def check_continues(runs: Sequence[MeasuredRun], new: MeasuredRun, folder: Path) -> None:
-    """Reject a new run that differs from the existing ones, before it starts.
-
-    ``new``: the record of the next run, without a summary.
-
-    Raises:
-        UsageError: with the difference.
-    """
-    for run in runs:
-        old, now = run.ranks_per_host, new.ranks_per_host
-        ppn = ""
-        if old and now:
-            later = f"; with --ppn {now} from the start, more ranks can be added later"
-            ppn = f", or --ppn {old}" if now < old else later
-        engine.check_continues(
-            folder,
-            run.name,
-            (run.command, new.command),
-            [
-                RecordedSetting("scaling", run.scaling, new.scaling),
-                RecordedSetting("machine", run.machine, new.machine),
-                RecordedSetting("share of a host", _share(old), _share(now), ppn),
-                RecordedSetting(
-                    "threads per rank",
-                    run.threads,
-                    new.threads,
-                    f", or --threads {run.threads}" if run.threads else "",
-                ),
-            ],
-        )
-
-
-def _share(ranks: int | None) -> str:
-    return f"1 of {ranks} ranks" if ranks else "the whole host for each rank"

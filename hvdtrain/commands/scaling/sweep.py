@@ -17,15 +17,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from typing_extensions import override
+
 from hvdtrain.commands.scaling.runs import (
     LINES,
     OUT,
     STRONG,
     WEAK,
     MeasuredRun,
-    append_line,
     check_comparable,
-    check_continues,
     read_lines,
 )
 from hvdtrain.commands.study.command_options import (
@@ -37,10 +37,11 @@ from hvdtrain.commands.study.command_options import (
 )
 from hvdtrain.commands.study.engine import (
     LOG,
+    REPEATS,
     RESULTS,
-    HostShare,
     Plan,
     Planned,
+    RecordedSetting,
     RunOutcome,
     StudyOptions,
     Variant,
@@ -54,7 +55,6 @@ from hvdtrain.commands.submit.submission import submit
 from hvdtrain.config.declare import add_options, from_namespace, option, optional, switch
 from hvdtrain.config.values import counts, positive
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import plural
 
@@ -85,7 +85,9 @@ class ScalingOptions(StudyOptions):
     """The options of ``hvdtrain scaling``."""
 
     ranks: tuple[int, ...] = option((), "numbers of ranks", sizes, group="runs", metavar="N,N,...")
-    repeat: int = option(3, "number of runs per size", positive, metavar="K", alias="--repeats")
+    repeat: int = option(
+        REPEATS, "number of runs per size", positive, metavar="K", alias="--repeats"
+    )
     weak: bool = switch("constant batch per rank (default)", group="runs", either="scaling")
     strong: bool = switch("constant global batch", either="scaling")
     batches: tuple[int, ...] = option(
@@ -122,15 +124,12 @@ class ScalingOptions(StudyOptions):
         (), "numbers of ranks to predict (default: 16 ... 4096)", sizes, metavar="N,N,..."
     )
 
+    default_folder = OUT
+
     @property
     def scaling(self) -> str:
         """The scaling of the runs."""
         return STRONG if self.strong else WEAK
-
-    @property
-    def folder(self) -> Path:
-        """The directory of the runs."""
-        return self.out or OUT
 
 
 def sweep_words(
@@ -164,17 +163,19 @@ def sweep_words(
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """The requested runs of one training at increasing numbers of ranks."""
+class Sweep(Plan[MeasuredRun]):
+    """The requested runs of one training at increasing numbers of ranks.
 
-    options: ScalingOptions
-    words: tuple[str, ...]  # the command of each rank, see ``sweep_words``
-    share: HostShare  # of a host, at every size
+    ``words`` are those of ``sweep_words``.
+    """
+
+    lines = LINES
+    reverses = True
 
     @property
-    def plan(self) -> Plan:
-        """The runs: increasing ranks, then decreasing, then increasing ..."""
-        variants = [
+    @override
+    def variants(self) -> list[Variant]:
+        return [
             Variant(
                 str(ranks),
                 plural(ranks, "rank"),
@@ -182,20 +183,46 @@ class Sweep:
             )
             for ranks in self.options.ranks
         ]
-        return Plan(
-            self.options.folder,
-            tuple(variants),
-            self.options.repeat,
-            self.options.timeout,
-            reverses=True,
-        )
 
-    def new_run(self, ranks: int, repeat: int, summary: Summary) -> MeasuredRun:
-        """Return the record of a run."""
-        return MeasuredRun(
-            ranks,
+    @override
+    def read(self) -> list[MeasuredRun]:
+        return read_lines(self.options.folder / LINES)
+
+    @override
+    def missing(self) -> list[Planned]:
+        missing = super().missing()
+        check_comparable(self.read(), self.options.scaling, str(self.options.folder))
+        return missing
+
+    @override
+    def settings(self, run: MeasuredRun) -> list[RecordedSetting]:
+        old, now = run.ranks_per_host, self.share.ranks_per_host
+        ppn = ""
+        if old and now:
+            later = f"; with --ppn {now} from the start, more ranks can be added later"
+            ppn = f", or --ppn {old}" if now < old else later
+        threads = f", or --threads {run.threads}" if run.threads else ""
+        return [
+            RecordedSetting("scaling", run.scaling, self.options.scaling),
+            RecordedSetting("machine", run.machine, self.share.machine),
+            RecordedSetting("share of a host", _share(old), _share(now), ppn),
+            RecordedSetting("threads per rank", run.threads, self.share.threads, threads),
+        ]
+
+    @override
+    def new_record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> MeasuredRun:
+        folder = self.options.folder
+        if outcome.summary is None:
+            output = file_path(run_stem(folder, variant.name, repeat), LOG)
+            hint = "" if outcome.failed else f"; see its output in {output}"
+            raise HvdtrainError(
+                f"the run on {variant.title} failed: {outcome.reason}{hint}. Completed runs are "
+                "kept: run the same command again to continue"
+            )
+        run = MeasuredRun(
+            variant.request.ranks,
             repeat,
-            summary,
+            outcome.summary,
             scaling=self.options.scaling,
             command=self.words,
             machine=self.share.machine,
@@ -203,37 +230,12 @@ class Sweep:
             threads=self.share.threads,
             ranks_per_host=self.share.ranks_per_host,
         )
+        check_comparable([*self.read(), run], self.options.scaling, str(folder))
+        return run
 
-    def missing(self) -> list[Planned]:
-        """Return the runs that are not complete, in order.
 
-        Raises:
-            UsageError: the complete runs are of another kind, or of several.
-        """
-        folder = self.options.folder
-        runs = read_lines(folder / LINES)
-        check_continues(runs, self.new_run(1, 1, Summary()), folder)
-        check_comparable(runs, self.options.scaling, str(folder))
-        return self.plan.missing({(str(run.ranks), run.repeat) for run in runs})
-
-    def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
-        """Append a run to the results.
-
-        Raises:
-            HvdtrainError: it failed; its output is kept in the directory of its files.
-            UsageError: it is not comparable with the earlier ones.
-        """
-        if outcome.summary is None:
-            output = file_path(run_stem(self.options.folder, variant.name, repeat), LOG)
-            hint = "" if outcome.failed else f"; see its output in {output}"
-            raise HvdtrainError(
-                f"the run on {variant.title} failed: {outcome.reason}{hint}. Completed runs are "
-                "kept: run the same command again to continue"
-            )
-        file = self.options.folder / LINES
-        run = self.new_run(variant.request.ranks, repeat, outcome.summary)
-        check_comparable([*read_lines(file), run], self.options.scaling, str(file.parent))
-        append_line(file, run)
+def _share(ranks: int | None) -> str:
+    return f"1 of {ranks} ranks" if ranks else "the whole host for each rank"
 
 
 def make_sweep(options: ScalingOptions, words: Sequence[str]) -> Sweep:

@@ -12,7 +12,6 @@ from hvdtrain.errors import UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.command import termination_as_interrupt
 
 # Options for numbers of ranks, without a meaning for batch sizes.
 OF_RANKS = ("weak", "strong", "allreduce", "predict")
@@ -58,12 +57,8 @@ def run_verb(options: Options) -> Report:
     elif words and options.submit is not None:
         return submit_sizes(options, words)
     elif words:
-        sweep = make_sweep(options, words)
-        missing = sweep.missing()
-        if options.dry_run:
-            return sweep.plan.show(missing)
-        with termination_as_interrupt():  # the ranks must not outlive this process
-            sweep.plan.carry_out(missing, sweep.record)
+        if commands := make_sweep(options, words).execute():
+            return commands
     elif options.ranks or options.dry_run or options.submit:
         raise UsageError(NO_COMMAND)
     with terminal.working("fitting, drawing and writing the results"):
@@ -86,11 +81,9 @@ def _batch_study(options: ScalingOptions, words: Sequence[str]) -> Report:
     settings: Sequence[BatchSetting] = ()
     if words:
         study = make_study(options, words)
-        settings, missing = study.settings, study.missing()
-        if options.dry_run:
-            return study.plan.show(missing)
-        with termination_as_interrupt():
-            study.plan.carry_out(missing, study.record)
+        settings = study.batch_settings
+        if commands := study.execute():
+            return commands
     elif options.batches or options.optimizers or options.ranks or options.dry_run:
         raise UsageError(NO_COMMAND)
     with terminal.working("drawing and writing the results"):

@@ -6,15 +6,17 @@ variants alternate, so that a slow period affects all of them. The records are t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 from hvdtrain.commands.launch.hosts import Allocation, lay_out
 from hvdtrain.commands.launch.prepare import (
@@ -26,8 +28,9 @@ from hvdtrain.commands.launch.prepare import (
     prepare,
     with_host_cores,
 )
+from hvdtrain.commands.study import records
 from hvdtrain.commands.study.command_options import difference
-from hvdtrain.commands.study.curves import Target, read_target
+from hvdtrain.commands.study.curves import Target, TrainingCurves, read_curves, read_target
 from hvdtrain.config.declare import command, json_switch, optional, switch
 from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import EXIT_USAGE, UsageError
@@ -39,11 +42,19 @@ from hvdtrain.system.machine.threads import equal_threads
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import about, duration, number, plural, printable
 from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, run
+from hvdtrain.system.runtime.command import (
+    TIMED_OUT,
+    Command,
+    CommandResult,
+    run,
+    termination_as_interrupt,
+)
 
 log = logging.getLogger(__name__)
 
+Run = TypeVar("Run", bound=Any)  # a record of a study
 SUMMARY, CURVES, LOG = ".json", ".jsonl", ".log"  # suffixes of the files of a run
+REPEATS = 3  # default
 SHOWN = 12  # last lines of a failed run's output
 RESULTS = "directory for results and plots"
 TARGET = "metric to reach, e.g. accuracy=0.985: report the time to it"
@@ -74,6 +85,13 @@ class StudyOptions:
     json: bool = json_switch()
     command: tuple[str, ...] = command()
 
+    default_folder: ClassVar[Path]
+
+    @property
+    def folder(self) -> Path:
+        """The directory of the runs."""
+        return self.out or self.default_folder
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -82,6 +100,7 @@ class Variant:
     name: str  # of its files, e.g. ``4`` (ranks) or ``ddp-pytorch-n2``
     title: str  # in messages
     request: Request  # its command, ranks and hosts, for ``hvdtrain launch``
+    subject: Any = None  # the method, or the setting, which the records name
     unavailable: str = ""  # the reason if it cannot run here
 
 
@@ -99,27 +118,98 @@ class RunOutcome:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The requested runs of a study."""
+class RecordedSetting:
+    """A setting of a recorded run, and of the study that would continue it."""
 
-    folder: Path
-    variants: tuple[Variant, ...]
-    repeats: int
-    timeout: float | None = None  # seconds, of one run
-    reverses: bool = False  # every second repeat in reverse order: a steady drift favours none
-    words: Callable[[int], Sequence[str]] = lambda repeat: ()  # options of a repeat
-    independent: bool = False  # a failed repeat does not predict the others, e.g. of other seeds
+    label: str
+    old: object
+    new: object
+    remedy: str = ""  # end of the message, in addition to another --out
+
+
+@dataclass(frozen=True)
+class Plan(ABC, Generic[Run]):
+    """The requested runs of a study, and their records; a study adds what is abstract here.
+
+    A record is a dataclass with at least ``variant`` (its name), ``repeat``, ``command`` and
+    ``summary``.
+    """
+
+    options: Any  # a ``StudyOptions``
+    words: tuple[str, ...]  # the command as typed
+    share: HostShare  # of a host, in every run
+
+    lines: ClassVar[str]  # name of the file of the records
+    reverses: ClassVar[bool] = False
+    """Whether every second repeat is in reverse order: a steady drift favours none."""
+    independent: ClassVar[bool] = False
+    """Whether a failed repeat does not predict the others, e.g. of other seeds."""
+
+    @property
+    @abstractmethod
+    def variants(self) -> Sequence[Variant]:
+        """The variants, in the order of the table."""
+
+    @abstractmethod
+    def read(self) -> list[Run]:
+        """Return the records of the complete runs.
+
+        Raises:
+            UsageError: they cannot be read, or belong to another study.
+        """
+
+    @abstractmethod
+    def settings(self, run: Run) -> list[RecordedSetting]:
+        """Return the settings of a record that must be those of this study, besides the command."""
+
+    @abstractmethod
+    def new_record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> Run:
+        """Return the record of a run that has ended.
+
+        Raises:
+            UsageError, HvdtrainError: no further run would succeed.
+        """
+
+    def repeat_words(self, repeat: int) -> Sequence[str]:
+        """Return the options of a repeat."""
+        return ()
+
+    @property
+    def repeats(self) -> int:
+        """The number of runs of each variant."""
+        return int(self.options.repeat or REPEATS)
 
     def runs(self) -> list[Planned]:
         """Return all runs in order: each variant once, then again."""
+        variants = self.variants
         return [
             (variant, repeat)
             for repeat in range(1, self.repeats + 1)
-            for variant in self.variants[:: -1 if self.reverses and repeat % 2 == 0 else 1]
+            for variant in variants[:: -1 if self.reverses and repeat % 2 == 0 else 1]
         ]
 
-    def missing(self, completed: Container[tuple[str, int]]) -> list[Planned]:
-        """Return the runs that are not ``completed``, which are names and repeats."""
+    def missing(self) -> list[Planned]:
+        """Return the runs that are not complete, in order.
+
+        Raises:
+            UsageError: the complete runs belong to another study.
+        """
+        folder, completed = self.options.folder, set()
+        for record in self.read():
+            name = f"{record.variant}-{record.repeat}"
+            if tuple(record.command) != tuple(self.words):
+                raise UsageError(
+                    f"{folder} has runs of another command: "
+                    f"{difference(record.command, self.words)} (run {name}). Use another --out"
+                )
+            for setting in self.settings(record):
+                if setting.old != setting.new:
+                    raise UsageError(
+                        f"{folder} has runs of another {setting.label}: {setting.old} in run "
+                        f"{name}, now {setting.new}. Use another --out{setting.remedy}"
+                    )
+            if record.summary:
+                completed.add((record.variant, record.repeat))
         return [run for run in self.runs() if (run[0].name, run[1]) not in completed]
 
     def command(self, variant: Variant, repeat: int) -> Command:
@@ -128,20 +218,28 @@ class Plan:
         Raises:
             UsageError: the ranks do not fit on the hosts, or there is no MPI.
         """
-        stem = run_stem(self.folder, variant.name, repeat)
+        stem = run_stem(self.options.folder, variant.name, repeat)
         files = [f"--summary={file_path(stem, SUMMARY)}", f"--metrics={file_path(stem, CURVES)}"]
-        words = [*variant.request.words, *self.words(repeat), *files]
+        words = [*variant.request.words, *self.repeat_words(repeat), *files]
         return prepare(replace(variant.request, words=words), os.environ).command
 
-    def show(self, missing: Sequence[Planned]) -> Report:
-        """Return the commands of the runs, for ``--dry-run``."""
-        lines = [self.command(*run).show() for run in missing if not run[0].unavailable]
-        return Report("\n".join(lines), {"ok": True, "commands": lines})
+    def execute(self) -> Report | None:
+        """Execute the missing runs; with ``--dry-run`` return their commands instead.
 
-    def carry_out(
-        self, missing: Sequence[Planned], record: Callable[[Variant, int, RunOutcome], None]
-    ) -> None:
-        """Execute the ``missing`` runs; ``record`` each outcome as the run ends.
+        Raises:
+            UsageError: the complete runs belong to another study, or a run cannot be started.
+            HvdtrainError: no further run would succeed.
+        """
+        missing = self.missing()
+        if self.options.dry_run:
+            lines = [self.command(*run).show() for run in missing if not run[0].unavailable]
+            return Report("\n".join(lines), {"ok": True, "commands": lines})
+        with termination_as_interrupt():  # the ranks must not outlive this process
+            self.carry_out(missing)
+        return None
+
+    def carry_out(self, missing: Sequence[Planned]) -> None:
+        """Execute the ``missing`` runs, and record each as it ends.
 
         A variant without a summary is not run again, unless it failed and repeats are
         ``independent``.
@@ -150,7 +248,8 @@ class Plan:
             UsageError: a run cannot be started.
             KeyboardInterrupt: completed runs are kept.
         """
-        make_folder(self.folder)
+        folder = self.options.folder
+        make_folder(folder)
         total = len(self.variants) * self.repeats
         durations: dict[str, float] = {}
         skipped: set[str] = set()
@@ -165,10 +264,10 @@ class Plan:
                     later = [planned[0] for planned in missing[position - total - 1 :]]
                     remaining = [v.name for v in later if not (v.unavailable or v.name in skipped)]
                     log.info("%s%s", head, time_left(durations, remaining))
-                    stem = run_stem(self.folder, variant.name, repeat)
+                    stem = run_stem(folder, variant.name, repeat)
                     command = self.command(variant, repeat)
-                    outcome = measure(command, stem, self.timeout, variant.title)
-                record(variant, repeat, outcome)
+                    outcome = measure(command, stem, self.options.timeout, variant.title)
+                self.record(variant, repeat, outcome)
                 if outcome.summary is None:
                     if not (self.independent and outcome.failed):
                         skipped.add(variant.name)
@@ -180,8 +279,13 @@ class Plan:
                 log.info("    %s images/s, after %s", rate, duration(seconds))
         except KeyboardInterrupt:
             kept = "completed runs are kept in %s: run the same command again to continue"
-            log.info(kept, self.folder)
+            log.info(kept, folder)
             raise
+
+    def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
+        """Append a run to the records; errors as of ``new_record``."""
+        run = self.new_record(variant, repeat, outcome)
+        records.append(self.options.folder / self.lines, run)
 
 
 def run_stem(folder: Path, name: str, repeat: int) -> Path:
@@ -192,6 +296,13 @@ def run_stem(folder: Path, name: str, repeat: int) -> Path:
 def file_path(stem: Path, suffix: str) -> Path:
     """Return the path of a file of a run: ``stem`` with a suffix."""
     return stem.with_name(stem.name + suffix)
+
+
+def curves_of(folder: Path, run: Any) -> TrainingCurves | None:
+    """Return the training curves of a recorded run; None if no readable file has them."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_curves(file_path(run_stem(folder, run.variant, run.repeat), CURVES))
+    return None
 
 
 def make_folder(folder: Path) -> None:
@@ -219,9 +330,9 @@ def measure(command: Command, stem: Path, timeout: float | None, label: str) -> 
         UsageError: the folder cannot be created, or is not this user's.
     """
     make_folder(stem.parent)
-    Folder.named(stem.parent.parent).own(stem.parent.name, "--out: ")
+    folder = Folder.named(stem.parent.parent).own(stem.parent.name, "--out: ")
     for suffix in (SUMMARY, CURVES, LOG):  # of an interrupted run
-        file_path(stem, suffix).unlink(missing_ok=True)
+        folder.remove(file_path(stem, suffix).name)
 
     def show(line: str) -> None:
         if line[:1].isalnum():  # not the frame of a table
@@ -229,7 +340,8 @@ def measure(command: Command, stem: Path, timeout: float | None, label: str) -> 
 
     with terminal.working(f"{label}: starting"):
         result = run(command, on_line=show, timeout=timeout)
-    file_path(stem, LOG).write_text(f"{result.command.show()}\n{result.output}")
+    text = f"{result.command.show()}\n{result.output}"
+    folder.replace(file_path(stem, LOG).name, text.encode(errors="replace"))
     if result.ok:
         return _measured(file_path(stem, SUMMARY))
     outcome = classify_failure(result)
@@ -286,41 +398,6 @@ def time_left(durations: Mapping[str, float], remaining: Sequence[str]) -> str:
         return ""
     mean = sum(durations.values()) / len(durations)
     return f" ({about(sum(durations.get(name, mean) for name in remaining))} to go)"
-
-
-@dataclass(frozen=True)
-class RecordedSetting:
-    """A setting of a recorded run, and of the study that would continue it."""
-
-    label: str
-    old: object
-    new: object
-    remedy: str = ""  # end of the message, in addition to another --out
-
-
-def check_continues(
-    folder: Path,
-    run_name: str,
-    commands: tuple[Sequence[str], Sequence[str]],
-    settings: Sequence[RecordedSetting],
-) -> None:
-    """Reject a study with another command (the second) or setting than those of a recorded run.
-
-    Raises:
-        UsageError: with the difference.
-    """
-    old_command, new_command = commands
-    if tuple(old_command) != tuple(new_command):
-        raise UsageError(
-            f"{folder} has runs of another command: {difference(old_command, new_command)} "
-            f"(run {run_name}). Use another --out"
-        )
-    for setting in settings:
-        if setting.old != setting.new:
-            raise UsageError(
-                f"{folder} has runs of another {setting.label}: {setting.old} in run {run_name}, "
-                f"now {setting.new}. Use another --out{setting.remedy}"
-            )
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import typed
 from hvdtrain.system.files import read_regular
 
 log = logging.getLogger(__name__)
@@ -25,15 +25,15 @@ def encode(record: Any) -> dict[str, object]:
     return {**content, "summary": record.summary.to_json()} if content["summary"] else content
 
 
-def read(path: Path, parse: Callable[[Any], Record], kind: str) -> list[Record]:
-    """Return the parsed lines; an empty list if the file does not exist.
+def read(path: Path, kind: type[Record], study: str) -> list[Record]:
+    """Return the records in a file; an empty list if it does not exist.
 
     An incomplete last line, as after a crash, is skipped: its run is repeated.
 
     Args:
         path: the file.
-        parse: converts the JSON of a line; raises one of ``INVALID`` if it is not a record.
-        kind: the kind of study, for messages.
+        kind: the dataclass of a record.
+        study: the kind of study, for messages.
 
     Raises:
         UsageError: it cannot be read, or another line is invalid.
@@ -47,20 +47,20 @@ def read(path: Path, parse: Callable[[Any], Record], kind: str) -> list[Record]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(parse(json.loads(line)))
+            records.append(typed(kind, json.loads(line)))
         except INVALID as error:
             if number == len(lines) and not line.endswith("\n"):
                 log.warning("%s: the last line is incomplete; its run is repeated", path)
                 break
             raise UsageError(
-                f"{path}, line {number}: not a run of a {kind} ({error!r}); remove the line to "
+                f"{path}, line {number}: not a run of a {study} ({error!r}); remove the line to "
                 "repeat its run"
             ) from error
     return records
 
 
-def append(path: Path, content: Mapping[str, Any], parse: Callable[[Any], object]) -> None:
-    """Append a line; an incomplete last line, as after a crash, is replaced.
+def append(path: Path, record: Any) -> None:
+    """Append a record; an incomplete last line, as after a crash, is replaced.
 
     Raises:
         UsageError: the file cannot be opened, or is a link, which others may have put there.
@@ -74,10 +74,10 @@ def append(path: Path, content: Mapping[str, Any], parse: Callable[[Any], object
     with os.fdopen(handle, "a+b") as file:
         file.seek(0)
         lines = file.read().splitlines(keepends=True)
-        line = json.dumps(content).encode() + b"\n"
+        line = json.dumps(encode(record)).encode() + b"\n"
         if lines and not lines[-1].endswith(b"\n"):
             try:
-                parse(json.loads(lines[-1]))  # as `read` counts it
+                typed(type(record), json.loads(lines[-1]))  # as `read` counts it
                 line = b"\n" + line
             except INVALID:
                 file.truncate(sum(map(len, lines[:-1])))

@@ -34,7 +34,7 @@ def options(folder: Path, **more: Any) -> ScalingOptions:
 def test_each_run_has_the_batch_of_many_ranks_in_passes_of_one(tmp_path: Path) -> None:
     optimizers = ("sgd", "lamb --lr-scaling sqrt")
     study = make_study(options(tmp_path, optimizers=optimizers, ranks=(3,)), WORDS)
-    lines = [shlex.join(study.plan.command(*run).argv) for run in study.missing()]
+    lines = [shlex.join(study.command(*run).argv) for run in study.missing()]
     assert len(lines) == 8
     # 16 is the batch of the embedded digits; 100 on 3 ranks are 34 each, in 3 passes.
     passes = "--global-batch-size 16 --accumulate-steps 1", "--global-batch-size 100 --accumulate"
@@ -50,7 +50,7 @@ def test_a_base_batch_of_the_command_is_kept(tmp_path: Path) -> None:
     study = make_study(
         options(tmp_path, batches=(512,)), [*WORDS, "--batch-size=128", "--lr-base-batch=64"]
     )
-    line = shlex.join(study.plan.command(*study.missing()[0]).argv)
+    line = shlex.join(study.command(*study.missing()[0]).argv)
     assert "--accumulate-steps 4" in line
     assert line.count("--lr-base-batch") == 1
 
@@ -91,7 +91,7 @@ def test_a_seed_that_diverges_does_not_end_its_setting(
     }
     monkeypatch.setattr(engine, "measure", lambda command, stem, *_: outcomes[stem.name])
     study = make_study(options(tmp_path), WORDS)
-    study.plan.carry_out(study.missing(), study.record)
+    study.carry_out(study.missing())
     recorded = {f"{run.setting.name}-{run.repeat}": run for run in read_runs(tmp_path)}
     assert recorded.keys() == outcomes.keys()
     assert recorded["16-2"].summary and not recorded["16-1"].summary
@@ -99,7 +99,7 @@ def test_a_seed_that_diverges_does_not_end_its_setting(
 
 def test_a_batch_larger_than_the_training_set_is_refused(tmp_path: Path) -> None:
     study = make_study(options(tmp_path), WORDS)
-    variant = study.variant(BatchSetting("", 100))
+    variant = study.variant_of(BatchSetting("", 100))
     whole, small = (
         Summary(epochs_completed=2, steps_completed=2, samples_trained=samples)
         for samples in (200, 180)
@@ -113,7 +113,7 @@ def test_a_batch_larger_than_the_training_set_is_refused(tmp_path: Path) -> None
 def finish(folder: Path, setting: BatchSetting, repeat: int, values: list[float]) -> None:
     """Write the files of a run with these accuracies after each epoch."""
     study = make_study(options(folder, optimizers=(setting.optimizer,)), WORDS)
-    variant = study.variant(setting)
+    variant = study.variant_of(setting)
     stem = folder / "runs" / f"{setting.name}-{repeat}.jsonl"
     stem.parent.mkdir(exist_ok=True, parents=True)
     stem.write_text(
@@ -145,9 +145,9 @@ def test_the_report(tmp_path: Path) -> None:
     failed = RunOutcome(reason="the loss is nan at step 3", failed=True)
     diverged = tmp_path / "runs" / "sgd-100-2.jsonl"  # after an epoch that had been evaluated
     diverged.write_text('{"kind": "epoch", "step": 10, "epoch": 0, "eval_accuracy": 0.95}\n')
-    study.record(study.variant(BatchSetting("sgd", 100)), 2, failed)
+    study.record(study.variant_of(BatchSetting("sgd", 100)), 2, failed)
     assert [(variant.name, repeat) for variant, repeat in study.missing()] == [("sgd-100", 2)]
-    report = batch_report.report(tmp_path, TARGET, study.settings)
+    report = batch_report.report(tmp_path, TARGET, study.batch_settings)
     assert report.data["largest"] == {"sgd": 16, "lamb": 100}
     rows = {(row["optimizer"], row["batch"]): row for row in report.data["rows"]}
     assert rows["sgd", 100]["reached"] == 1
@@ -167,7 +167,7 @@ def test_the_report(tmp_path: Path) -> None:
     for file in report.data["files"]:
         assert Path(file).stat().st_size > 0
     finish(tmp_path, BatchSetting("sgd", 100), 2, [0.1, 0.92])  # the failed run, repeated
-    report = batch_report.report(tmp_path, TARGET, study.settings)
+    report = batch_report.report(tmp_path, TARGET, study.batch_settings)
     assert report.data["largest"] == {"sgd": 100, "lamb": 100}
     assert "nan" not in report.text
 
@@ -182,7 +182,7 @@ def test_runs_that_miss_the_target_count_in_the_median_of_the_epochs(tmp_path: P
 
 def test_a_study_whose_runs_all_failed_reports_why(tmp_path: Path) -> None:
     study = make_study(options(tmp_path, optimizers=("sgd",)), WORDS)
-    variant = study.variant(BatchSetting("sgd", 16))
+    variant = study.variant_of(BatchSetting("sgd", 16))
     study.record(variant, 1, RunOutcome(reason="timed out", failed=True))
     with pytest.raises(HvdtrainError, match="failed; the last one: timed out") as error:
         batch_report.report(tmp_path, TARGET)
@@ -193,7 +193,7 @@ def test_a_largest_batch_that_always_fails_is_reported_without_a_warning(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     finish(tmp_path, BatchSetting("", 16), 1, [0.95])
-    variant = make_study(options(tmp_path), WORDS).variant(BatchSetting("", 100))
+    variant = make_study(options(tmp_path), WORDS).variant_of(BatchSetting("", 100))
     make_study(options(tmp_path), WORDS).record(variant, 1, RunOutcome(reason="loss", failed=True))
     assert "\nglobal batch 100: loss\n" in batch_report.report(tmp_path, TARGET).text
     assert not recwarn.list
@@ -210,8 +210,8 @@ def test_another_spelling_of_an_optimizer_continues_its_runs(tmp_path: Path) -> 
     finish(tmp_path, BatchSetting("lars --lr 2", 16), 1, [0.95])
     study = make_study(options(tmp_path, optimizers=("lars --lr=2",), batches=(16,)), WORDS)
     assert [repeat for _, repeat in study.missing()] == [2]
-    finish(tmp_path, *study.settings, 2, [0.85])
-    for settings in (study.settings, ()):
+    finish(tmp_path, *study.batch_settings, 2, [0.85])
+    for settings in (study.batch_settings, ()):
         (row,) = batch_report.report(tmp_path, TARGET, settings).data["rows"]
         assert (row["optimizer"], row["values"]) == ("lars --lr 2", (0.95, 0.85))
 
@@ -219,7 +219,7 @@ def test_another_spelling_of_an_optimizer_continues_its_runs(tmp_path: Path) -> 
 def test_the_seeds_after_one_that_failed_keep_their_numbers(tmp_path: Path) -> None:
     setting = BatchSetting("sgd", 16)
     study = make_study(options(tmp_path, optimizers=("sgd",)), WORDS)
-    study.record(study.variant(setting), 1, RunOutcome(reason="the loss is nan", failed=True))
+    study.record(study.variant_of(setting), 1, RunOutcome(reason="the loss is nan", failed=True))
     finish(tmp_path, setting, 2, [0.95])
     batch_report.report(tmp_path, TARGET)
     assert (tmp_path / "batches.csv").read_text().splitlines()[1:] == ["sgd,16,10,2,0.95"]
@@ -229,7 +229,7 @@ def test_an_optimizer_has_one_colour_in_both_panels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = make_study(options(tmp_path, optimizers=("sgd",)), WORDS)
-    variant = study.variant(BatchSetting("sgd", 16))
+    variant = study.variant_of(BatchSetting("sgd", 16))
     study.record(variant, 1, RunOutcome(reason="the loss is nan", failed=True))
     for name in ("lars", "lamb"):
         finish(tmp_path, BatchSetting(name, 100), 1, [0.5, 0.95])

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from hvdtrain.commands.scaling.cost_model import read_reductions
 from hvdtrain.commands.scaling.runs import (
     MeasuredRun,
-    append_line,
     check_comparable,
-    check_continues,
     read_lines,
     read_table,
     table_text,
 )
+from hvdtrain.commands.scaling.sweep import ScalingOptions, Sweep
+from hvdtrain.commands.study.engine import HostShare, Planned
+from hvdtrain.commands.study.records import append
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.summary import Summary
 from hvdtrain.system.files import MAX_READ
 from tests.studies import WORDS, run
 
@@ -136,12 +136,23 @@ def test_runs_that_are_not_comparable(changed: dict[str, Any], message: str) -> 
         ),
     ],
 )
-def test_a_different_run_does_not_continue_a_sweep(changed: dict[str, Any], message: str) -> None:
-    common = {"command": WORDS, "machine": "a", "threads": 4, "ranks_per_host": 2}
-    runs = [run(1, **common)]
-    check_continues(runs, MeasuredRun(2, 1, Summary(), **common), Path("out"))
+def test_a_different_run_does_not_continue_a_sweep(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    first = {"command": WORDS, "machine": "a", "threads": 4, "ranks_per_host": 2}
+    append(tmp_path / "results.jsonl", run(1, **first))
+
+    def missing(**fields: Any) -> list[Planned]:
+        new = {"scaling": "weak", **first, **fields}
+        share = HostShare(new["machine"], None, new["threads"], new["ranks_per_host"])
+        options = ScalingOptions(
+            ranks=(1, 2), repeat=1, out=tmp_path, strong=new["scaling"] == "strong"
+        )
+        return Sweep(options, new["command"], share).missing()
+
+    assert [variant.name for variant, _ in missing()] == ["2"]
     with pytest.raises(UsageError, match=message):
-        check_continues(runs, MeasuredRun(2, 1, Summary(), **{**common, **changed}), Path("out"))
+        missing(**changed)
 
 
 # The files
@@ -151,24 +162,24 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     file, runs = tmp_path / "results.jsonl", [run(1), run(2, machine="2 cores per host"), run(2, 2)]
     assert read_lines(file) == []
     for record in runs:
-        append_line(file, replace(record, ranks_per_host=2))
+        append(file, replace(record, ranks_per_host=2))
     assert json.loads(file.read_text().splitlines()[0])["ranks_per_host"] == 2
     assert [replace(record, ranks_per_host=None) for record in read_lines(file)] == runs
     file.write_text(file.read_text().removesuffix("\n"))  # as an editor or a full disk leaves it
-    append_line(file, run(4))
+    append(file, run(4))
     assert [record.name for record in read_lines(file)] == ["1-1", "2-1", "2-2", "4-1"]
 
 
 @given(cut=st.integers(1, 400))
 def test_an_incomplete_line_is_replaced(cut: int, tmp_path_factory: Any) -> None:
     file = tmp_path_factory.mktemp("cut") / "results.jsonl"
-    append_line(file, run(1))
+    append(file, run(1))
     first = file.read_bytes()
-    append_line(file, run(2))
+    append(file, run(2))
     second = len(file.read_bytes()) - len(first)
     file.write_bytes(file.read_bytes()[: len(first) + min(cut, second - 1)])
     assert read_lines(file) == [run(1)]
-    append_line(file, run(4))
+    append(file, run(4))
     assert read_lines(file) == [run(1), run(4)]
 
 
@@ -176,7 +187,7 @@ def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").touch()
     (tmp_path / "results.jsonl").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match=r"results\.jsonl cannot be written .*: remove it"):
-        append_line(tmp_path / "results.jsonl", run(1))
+        append(tmp_path / "results.jsonl", run(1))
     assert not (tmp_path / "elsewhere").read_bytes()
 
 

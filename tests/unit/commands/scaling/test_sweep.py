@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.commands.scaling.runs import append_line
 from hvdtrain.commands.scaling.sweep import ScalingOptions, Sweep, sizes, submit_sizes, sweep_words
 from hvdtrain.commands.study.engine import HostShare, RunOutcome
+from hvdtrain.commands.study.records import append
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.machine.limits import physical_cores
 from tests.studies import WORDS, run
@@ -25,7 +25,7 @@ STRONG = replace(OPTIONS, strong=True)
 
 
 def test_the_variants_are_numbers_of_ranks() -> None:
-    plan = Sweep(OPTIONS, WORDS, HostShare("a machine", 4, 1, 4)).plan
+    plan = Sweep(OPTIONS, WORDS, HostShare("a machine", 4, 1, 4))
     runs = [(variant.name, repeat) for variant, repeat in plan.runs()]
     assert runs == [("1", 1), ("2", 1), ("4", 1), ("4", 2), ("2", 2), ("1", 2)]
     assert [variant.request.ranks for variant in plan.variants] == [1, 2, 4]
@@ -151,7 +151,7 @@ def test_a_sweep_resumes_with_the_same_settings_only(tmp_path: Path) -> None:
     share = HostShare("a machine", 4, threads=1, ranks_per_host=4)
     sweep = Sweep(options, WORDS, share)
     summary = run(1).summary
-    first = sweep.plan.variants[0]
+    first = sweep.variants[0]
     sweep.record(first, 1, RunOutcome(summary))
     missing = [(variant.name, repeat) for variant, repeat in sweep.missing()]
     assert missing == [("2", 1), ("4", 1), ("4", 2), ("2", 2), ("1", 2)]
@@ -247,7 +247,7 @@ def test_no_job_is_submitted_for_a_complete_size(
 ) -> None:
     for repeat in (1, 2, 3):
         (tmp_path / "scaling/ranks-4").mkdir(parents=True, exist_ok=True)
-        append_line(tmp_path / "scaling/ranks-4/results.jsonl", run(4, repeat))
+        append(tmp_path / "scaling/ranks-4/results.jsonl", run(4, repeat))
     jobs = scripts("--walltime 1:00:00 --scheduler pbs")
     assert [job["ranks"] for job in jobs] == [1, 8]
     words = ("--ranks", "4", "--submit", "--walltime 1:00:00 --scheduler pbs")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from hvdtrain.commands.study.command_options import (
 from hvdtrain.commands.study.engine import (
     HostShare,
     Plan,
+    RecordedSetting,
     RunOutcome,
     StudyOptions,
     Variant,
@@ -42,12 +46,50 @@ FOUR = tuple(Host(name, 4) for name in "ab")
 RAN = RunOutcome(Summary(images_per_second_mean=5.0))
 
 
-def plan(names: str, repeats: int, *, reverses: bool = False, unavailable: str = "") -> Plan:
-    variants = [
-        Variant(name, name, Request(1, ("python",)), "no GPU" * (name in unavailable))
-        for name in names
-    ]
-    return Plan(Path("out"), tuple(variants), repeats, reverses=reverses)
+@dataclass(frozen=True)
+class Letters(Plan[Any]):
+    """A study whose variants are letters, those in ``unavailable`` without a GPU."""
+
+    names: str
+    unavailable: str = ""
+    completed: Sequence[tuple[str, int]] = ()
+    records: list[Any] = field(default_factory=list)
+
+    @property
+    def variants(self) -> list[Variant]:
+        return [
+            Variant(
+                name, name, Request(1, ("python",)), None, "no GPU" * (name in self.unavailable)
+            )
+            for name in self.names
+        ]
+
+    def read(self) -> list[Any]:
+        summary = Summary()
+        return [
+            SimpleNamespace(variant=name, repeat=repeat, command=(), summary=summary)
+            for name, repeat in self.completed
+        ]
+
+    def settings(self, run: Any) -> list[RecordedSetting]:
+        return []
+
+    def new_record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> Any:
+        raise NotImplementedError
+
+    def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
+        self.records.append((variant.name, repeat, outcome))
+
+
+class Reversing(Letters):
+    reverses = True
+
+
+def plan(names: str, repeats: int, *, reverses: bool = False, **fields: Any) -> Letters:
+    options = StudyOptions(repeat=repeats, out=Path("out"))
+    return (Reversing if reverses else Letters)(
+        options, (), HostShare("a machine"), names, **fields
+    )
 
 
 def order(runs: list[engine.Planned]) -> str:
@@ -57,7 +99,7 @@ def order(runs: list[engine.Planned]) -> str:
 def test_the_variants_alternate() -> None:
     assert order(plan("abc", 2).runs()) == "a1 b1 c1 a2 b2 c2"
     assert order(plan("abc", 3, reverses=True).runs()) == "a1 b1 c1 c2 b2 a2 a3 b3 c3"
-    assert order(plan("abc", 2).missing({("b", 1), ("c", 2)})) == "a1 c1 a2 b2"
+    assert order(plan("abc", 2, completed=(("b", 1), ("c", 2))).missing()) == "a1 c1 a2 b2"
 
 
 @given(NAMES, st.integers(1, 6))
@@ -79,13 +121,10 @@ def test_a_variant_without_a_result_is_not_run_again(
     failed = RunOutcome(reason="exit code 1", failed=True)
     monkeypatch.setattr(engine, "measure", lambda name, *_: {"a": RAN, "b": failed}[name])
     caplog.set_level("INFO")
-    recorded = []
-    runs = plan("abc", 3, unavailable="c")
-    runs.carry_out(
-        runs.missing({("a", 1)}), lambda v, repeat, run: recorded.append((v.name, repeat, run))
-    )
+    runs = plan("abc", 3, unavailable="c", completed=(("a", 1),))
+    runs.carry_out(runs.missing())
     absent = RunOutcome(reason="no GPU")
-    assert recorded == [("b", 1, failed), ("c", 1, absent), ("a", 2, RAN), ("a", 3, RAN)]
+    assert runs.records == [("b", 1, failed), ("c", 1, absent), ("a", 2, RAN), ("a", 3, RAN)]
     assert "[2/9] b, run 1 of 3: failed: exit code 1" in caplog.text
     assert "[3/9] c, run 1 of 3: not available: no GPU" in caplog.text
     assert "[7/9] a, run 3 of 3 (about" in caplog.text
@@ -93,8 +132,9 @@ def test_a_variant_without_a_result_is_not_run_again(
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(Letters, "record", stop)
     with pytest.raises(KeyboardInterrupt):
-        runs.carry_out(runs.runs(), stop)
+        runs.carry_out(runs.runs())
     assert "completed runs are kept in out: run the same command again" in caplog.text
 
 
