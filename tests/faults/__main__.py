@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hvdtrain.system.output.tables import table
+from hvdtrain.system.output.tables import Table
 from tests.faults.job import STRATEGIES
 from tests.faults.run import Result, result_of
 from tests.faults.table import FAULTS
@@ -74,7 +74,7 @@ def summary_table(results: Sequence[Result]) -> str:
         "updates lost",
         "left behind",
     ]
-    return table(header, rows)
+    return Table("", header, rows).body
 
 
 if __name__ == "__main__":

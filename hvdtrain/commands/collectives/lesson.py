@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.system.output.page import Section
-from hvdtrain.system.output.tables import TitledTable, entry
+from hvdtrain.system.output.tables import Table, entry
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.mpi4py import Mpi4py
@@ -88,7 +88,7 @@ def text(outcomes: list[Outcome]) -> str:
         pairs = zip(outcome.before, outcome.after, strict=True)
         rows = [[str(rank), *map(_cells, pair)] for rank, pair in enumerate(pairs)]
         title = f"{done.name}: {done.effect}"
-        shown = TitledTable(title, ("rank", "before", "after"), rows).text
+        shown = Table(title, ("rank", "before", "after"), rows).text
         parts.append(f"{shown}\n{entry('  ', f'In training: {done.use}')}")
     return "\n\n".join(parts)
 

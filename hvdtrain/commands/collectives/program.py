@@ -22,7 +22,7 @@ from hvdtrain.system.files import check_writable
 from hvdtrain.system.machine import mpi_library
 from hvdtrain.system.output import plots
 from hvdtrain.system.output.page import Section, render, write
-from hvdtrain.system.output.tables import TitledTable, message
+from hvdtrain.system.output.tables import Table, message
 from hvdtrain.system.output.text import bandwidth, duration, page, plural, size
 from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
@@ -218,7 +218,7 @@ def time_section(times: JobTimes) -> Section:
     return Section("Duration", left_out(times), plot, time_tables(times))
 
 
-def time_tables(times: JobTimes) -> list[TitledTable]:
+def time_tables(times: JobTimes) -> list[Table]:
     """Return a table per collective: a row per message size, then latency and bandwidth.
 
     Times of libraries after the first are followed by their ratio to the first library's.
@@ -235,7 +235,7 @@ def time_tables(times: JobTimes) -> list[TitledTable]:
         rows.append(["latency", *(duration(latency) if latency else "-" for latency in latencies)])
         rates = [fit.bytes_per_second for fit in fits]
         rows.append(["bandwidth", *(bandwidth(rate) if rate else "-" for rate in rates)])
-        tables.append(TitledTable(collective, ["message", *(NAMES[name] for name in have)], rows))
+        tables.append(Table(collective, ["message", *(NAMES[name] for name in have)], rows))
     return tables
 
 

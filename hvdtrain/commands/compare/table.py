@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import io
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.commands.compare.methods import AUTO, Method, full_label, sent_bytes, short_label
 from hvdtrain.commands.compare.trials import Trial
@@ -19,17 +15,17 @@ from hvdtrain.commands.study.curves import (
     TrainingCurves,
     evaluations,
     median_seconds,
-    read_curves,
 )
-from hvdtrain.commands.study.engine import CURVES, file_path, run_stem
+from hvdtrain.commands.study.engine import curves_of
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.output.tables import Table, entry, known, message, table
+from hvdtrain.system.output.tables import Column, Table, entry, message, tabulate
 from hvdtrain.system.output.text import duration, number, percent, plural, size
 
 KINDS = ("framework", "precision")  # of a row, in addition to its strategy
 STEM = "compare"  # of the table and the plot
 HOUR = 3600.0  # seconds
 Curve = dict[int, float]  # training loss by step
+Curves = dict[tuple[Method, int], TrainingCurves]  # by method and repeat
 
 
 @dataclass(frozen=True)
@@ -72,11 +68,11 @@ def report_text(
     head: str, rows: Sequence[MethodResult], files: Sequence[Path], unit: str = "images"
 ) -> str:
     """Return the report: the table, the meaning of its columns, and the unavailable methods."""
-    header, cells = figures(rows, unit)
+    shown = figures(rows, unit)
     parts = [message(head)]
-    if cells:
-        parts.append(table(header, cells, names=1 + sum(kind in header for kind in KINDS)))
-        parts.append("\n".join(entry("  ", f"{name}: {text}") for name, text in notes(header)))
+    if shown.rows:
+        meanings = [entry("  ", f"{name}: {text}") for name, text in notes(shown.header)]
+        parts += [shown.body, "\n".join(meanings)]
     parts.append("\n".join(map(message, unavailable(rows))))
     parts.append(message("written: " + ", ".join(map(str, files))))
     return "\n\n".join(part for part in parts if part)
@@ -85,7 +81,7 @@ def report_text(
 def make_rows(
     trials: Sequence[Trial],
     methods: Sequence[Method] | None = None,
-    folder: Path | None = None,
+    curves: Curves | None = None,
     target: Target | None = None,
 ) -> list[MethodResult]:
     """Return a row per method, in order.
@@ -93,13 +89,12 @@ def make_rows(
     Args:
         trials: the runs, and the reasons of methods without a run.
         methods: the requested rows; None: all.
-        folder: directory of the comparison, with the training curves; None: without curves.
+        curves: the training curves of the runs, if known.
         target: the metric value to report the time to, if any.
     """
     methods = methods or list(dict.fromkeys(trial.method for trial in trials))
     requested = max((trial.repeat for trial in trials), default=0)
-    curves = read_all_curves(trials, folder) if folder is not None else {}
-    rows = {}
+    curves, rows = curves or {}, {}
     for method in methods:
         row = _row(method, [trial for trial in trials if trial.method == method], requested)
         repeats = [run for (run_method, _), run in curves.items() if run_method == method]
@@ -197,26 +192,19 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator and denominator else None
 
 
-def read_all_curves(
-    trials: Sequence[Trial], folder: Path
-) -> dict[tuple[Method, int], TrainingCurves]:
+def read_all_curves(trials: Sequence[Trial], folder: Path) -> Curves:
     """Return the training curves of the runs by method and repeat, of readable files only."""
-    all_curves = {}
-    for trial in trials:
-        stem = run_stem(folder, trial.method.name, trial.repeat)
-        with contextlib.suppress(OSError, ValueError):
-            if trial.summary and (curves := read_curves(file_path(stem, CURVES))):
-                all_curves[trial.method, trial.repeat] = curves
-    return all_curves
+    read = {
+        (trial.method, trial.repeat): curves_of(folder, trial) for trial in trials if trial.summary
+    }
+    return {key: curves for key, curves in read.items() if curves}
 
 
-def evaluated(
-    trials: Sequence[Trial], folder: Path, target: Target
-) -> list[tuple[str, list[Evaluation]]]:
+def evaluated(curves: Curves, target: Target) -> list[tuple[str, list[Evaluation]]]:
     """Return the evaluations of the first run of each method, with the method's name."""
     first: dict[Method, list[Evaluation]] = {}
-    for (method, _), curves in read_all_curves(trials, folder).items():
-        first.setdefault(method, evaluations(curves, target.metric))
+    for (method, _), run in curves.items():
+        first.setdefault(method, evaluations(run, target.metric))
     return [(full_label(method), curve) for method, curve in first.items()]
 
 
@@ -231,35 +219,21 @@ def distance(a: Curve, b: Curve) -> float | None:
     return max((abs(a[step] - b[step]) for step in a.keys() & b.keys()), default=None)
 
 
-def csv_text(rows: Sequence[MethodResult]) -> str:
-    """Return the rows as CSV, with the keys of the JSON as column names."""
-    text = io.StringIO()
-    writer = csv.DictWriter(
-        text, [field.name for field in fields(MethodResult)], lineterminator="\n"
-    )
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return text.getvalue()
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the table with the values of a field of the rows."""
-
-    name: str
-    field: str
-    show: Callable[[Any], str]
-    note: str
-
-
 def _epoch(seconds: float) -> str:
     """Return the time of an epoch as text; for ImageNet it may be a day."""
     return f"{seconds / HOUR:.1f} h" if seconds >= 2 * HOUR else duration(seconds)
 
 
 TWO_DECIMALS, TWO_DIGITS = "{:.2f}".format, "{:.2g}".format
-RANGE = "lowest ... highest throughput of the repeats, whose median precedes it"
 COLUMNS = (
+    Column(
+        "range",
+        lambda row: (
+            f"{number(row.images_per_second_lowest or 0)} ... "
+            f"{number(row.images_per_second_highest or 0)}"
+        ),
+        help="lowest ... highest throughput of the repeats, whose median precedes it",
+    ),
     Column("speed-up", "speedup", TWO_DECIMALS, "over one process of this framework and precision"),
     Column("epoch", "epoch_seconds", _epoch, "training on all samples once, without evaluation"),
     Column("memory", "peak_memory_bytes", size, "maximum over ranks: of the GPU, or resident"),
@@ -288,31 +262,20 @@ def figures(rows: Sequence[MethodResult], unit: str = "images") -> Table:
         unit: unit of the samples, in the plural.
     """
     available = [row for row in rows if row.available]
-
-    def cells(field: str, show: Callable[[Any], str]) -> list[str]:
-        values = [getattr(row, field) for row in available]
-        return ["-" if value is None else show(value) for value in values]
-
-    table_columns = {"strategy": [row.label for row in available]}
-    for kind in KINDS:
-        if len({getattr(row, kind) for row in available}) > 1:
-            table_columns[kind] = cells(kind, str)
-    table_columns["ranks"] = [str(row.ranks) for row in available]
-    table_columns[f"{unit}/s"] = cells("images_per_second", number)
-    if any(row.repeats > 1 for row in available):
-        table_columns["range"] = [
-            f"{number(row.images_per_second_lowest or 0)} ... "
-            f"{number(row.images_per_second_highest or 0)}"
-            for row in available
-        ]
-    table_columns |= {column.name: cells(column.field, column.show) for column in COLUMNS}
-    return known(table_columns)
+    kinds = [kind for kind in KINDS if len({getattr(row, kind) for row in available}) > 1]
+    columns = [
+        Column("strategy", "label"),
+        *(Column(kind, kind) for kind in kinds),
+        Column("ranks", "ranks"),
+        Column(f"{unit}/s", "images_per_second", number),
+        *COLUMNS[0 if any(row.repeats > 1 for row in available) else 1 :],
+    ]
+    return tabulate(columns, available, names=1 + len(kinds), known=True)
 
 
 def notes(header: Sequence[str]) -> list[tuple[str, str]]:
     """Return the meanings of the columns of a table."""
-    texts = {"range": RANGE, **{column.name: column.note for column in COLUMNS}}
-    return [(name, text) for name, text in texts.items() if name in header]
+    return [(column.title, column.help) for column in COLUMNS if column.title in header]
 
 
 def unavailable(rows: Sequence[MethodResult]) -> list[str]:

@@ -36,7 +36,7 @@ from hvdtrain.system.output.text import plural
 
 log = logging.getLogger(__name__)
 
-LINES = "compare.jsonl"
+LINES, KIND = "compare.jsonl", "comparison"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def read_trials(folder: Path) -> list[Trial]:
     Raises:
         UsageError: they cannot be read.
     """
-    return records.read(folder / LINES, Trial, "comparison")
+    return records.read(folder / LINES, Trial, KIND)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Comparison(Plan[Trial]):
     methods: tuple[Method, ...]
     batch: int  # global: samples per update, in every row
 
-    lines = LINES
+    file_name, record_type, kind = LINES, Trial, KIND
 
     @property
     @override
@@ -90,18 +90,17 @@ class Comparison(Plan[Trial]):
         return Variant(method.name, title, request, method, unavailable_reason(method))
 
     @override
-    def read(self) -> list[Trial]:
-        trials = read_trials(self.options.folder)
+    def missing(self) -> list[Planned]:
         # Their files would replace those of another method: ``--x 1``, ``--x=1``.
         by_name: dict[str, Method] = {}
-        for method in (*self.methods, *(trial.method for trial in trials)):
+        for method in (*self.methods, *(trial.method for trial in self.read())):
             namesake = by_name.setdefault(method.name, method)
             if namesake != method and namesake in self.methods:
                 raise UsageError(
                     f"--strategies {namesake.label!r}: the names of its files are those of "
                     f"{method.label!r}; write its options as there, or use another --out"
                 )
-        return trials
+        return super().missing()
 
     @override
     def carry_out(self, missing: Sequence[Planned]) -> None:

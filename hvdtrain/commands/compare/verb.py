@@ -10,8 +10,8 @@ from hvdtrain.commands.compare.trials import LINES, make_comparison, read_trials
 from hvdtrain.commands.study.command_options import NO_COMMAND
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.steps.summary import nan_to_null, unit_of
-from hvdtrain.system.files import replacing
 from hvdtrain.system.output import Report
+from hvdtrain.system.output.tables import write_csv
 from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime import terminal
 
@@ -73,11 +73,12 @@ def report(options: CompareOptions, methods: Sequence[Method] | None = None) -> 
         )
     if methods is not None:
         trials = [trial for trial in trials if trial.method in methods]
-    rows = table.make_rows(trials, methods, folder, target)
+    curves = table.read_all_curves(trials, folder)
+    rows = table.make_rows(trials, methods, curves, target)
     files = [folder / f"{table.STEM}.csv"]
-    with replacing(files[0]) as out:
-        out.write(table.csv_text(rows).encode(errors="replace"))
-    lines = table.evaluated(trials, folder, target) if target else []
+    cells = [asdict(row) for row in rows]
+    write_csv(files[0], list(cells[0]), [list(row.values()) for row in cells])
+    lines = table.evaluated(curves, target) if target else []
     unit = unit_of(trial.summary for trial in trials)
     files += plot.draw(rows, folder / table.STEM, lines, target, unit)
     row_data = [nan_to_null(asdict(row)) for row in rows]

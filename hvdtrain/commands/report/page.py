@@ -11,7 +11,7 @@ from hvdtrain.commands.compare import plot as compare_plot
 from hvdtrain.commands.compare import table as compare_table
 from hvdtrain.commands.compare.trials import Trial
 from hvdtrain.commands.report import curve_plot
-from hvdtrain.commands.report.find import CheckpointSummary, DirectoryResults
+from hvdtrain.commands.report.find import DirectoryResults
 from hvdtrain.commands.scaling import plot, report
 from hvdtrain.commands.scaling.results import Study, title
 from hvdtrain.commands.scaling.runs import SPLIT
@@ -21,7 +21,7 @@ from hvdtrain.commands.timeline import report as timeline_report
 from hvdtrain.commands.timeline.facts import TimelineFacts
 from hvdtrain.steps.summary import Summary, unit_of
 from hvdtrain.system.output import page, plots
-from hvdtrain.system.output.tables import Table
+from hvdtrain.system.output.tables import Column, Table, tabulate
 from hvdtrain.system.output.text import duration, number, printable, size
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -49,7 +49,7 @@ def render(contents: DirectoryResults) -> str:
         curves=_inlined(curve_plot.figures(shown, unit, _methods(contents))),
         curve_note=f"The first {most} of {count} runs." if count > most else "",
         timelines=[_timeline(path, facts) for path, facts in contents.timelines.items()],
-        checkpoints=_checkpoints(contents.checkpoints),
+        checkpoints=tabulate(CHECKPOINT_COLUMNS, list(contents.checkpoints.items())),
         pictures=[(path.stem, _inline(folder / path)) for path in contents.pictures],
         notes=contents.notes,
     )
@@ -192,20 +192,21 @@ def _flat(value: Any, prefix: str = "") -> Rows:
 
 def _run_table(summaries: Mapping[Path, Summary], unit: str) -> Table:
     """Return a table with a row per run."""
-    names = ["run", "ranks", "hosts", "global batch", "steps"]
-    header = [*names, f"{unit}/s", "test accuracy", "time"]
-    rows = []
-    for path, run in summaries.items():
-        rate, seconds = run.images_per_second_mean, run.seconds_total
-        counts = (run.world_size, run.hosts, run.global_batch_size, run.steps_completed)
-        speed, time = number(rate) if rate else "-", duration(seconds) if seconds else "-"
-        accuracy = _accuracy(run.eval_accuracy)
-        rows.append([printable(path), *map(_plain, counts), speed, accuracy, time])
-    return header, rows
+    columns = [
+        Column("run", lambda run: printable(run[0])),
+        Column("ranks", lambda run: run[1].world_size, _plain),
+        Column("hosts", lambda run: run[1].hosts, _plain),
+        Column("global batch", lambda run: run[1].global_batch_size, _plain),
+        Column("steps", lambda run: run[1].steps_completed, _plain),
+        Column(f"{unit}/s", lambda run: run[1].images_per_second_mean or None, number),
+        Column("test accuracy", lambda run: run[1].eval_accuracy, _accuracy),
+        Column("time", lambda run: run[1].seconds_total or None, duration),
+    ]
+    return tabulate(columns, list(summaries.items()))
 
 
-def _accuracy(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f} %"
+def _accuracy(value: float) -> str:
+    return f"{100 * value:.2f} %"
 
 
 def _common(summaries: Mapping[Path, Summary]) -> list[tuple[str, Rows]]:
@@ -219,42 +220,36 @@ def _common(summaries: Mapping[Path, Summary]) -> list[tuple[str, Rows]]:
 
 
 def _study(study: Study) -> dict[str, object]:
-    split = report.step_table(study.sizes)
-    tables = [("Throughput", report.size_table(study.sizes, study.unit))]
-    tables += [("Parts of a step", split)] if split else []
-    if study.shown:
-        expected = report.prediction_table(study)
-        tables.append(("Predicted efficiency, with the shares of a step", expected))
+    measured, predicted = report.study_tables(study)
     return {
         "title": title(study),
         "plots": _inlined(plot.panel_figures(study)),
-        "tables": tables,
+        "tables": [*measured, *predicted],
         "notes": [report.notes(study), report.fit_text(study), report.uncertain_text(study)],
-        "limit": report.limit_text(study) if study.shown else "",
+        "limit": report.limit_text(study),
     }
 
 
 def _comparison(trials: Sequence[Trial], folder: Path) -> dict[str, object]:
-    rows = compare_table.make_rows(trials, folder=folder)
+    rows = compare_table.make_rows(trials, curves=compare_table.read_all_curves(trials, folder))
     unit = unit_of(trial.summary for trial in trials)
-    header, cells = compare_table.figures(rows, unit)
+    shown = compare_table.figures(rows, unit)
     return {
         "title": compare_table.headline(trials),
         "plots": _inlined(compare_plot.panel_figures(rows, unit)),
-        "table": (header, cells) if cells else None,
-        "meanings": compare_table.notes(header),
+        "table": shown if shown.rows else None,
+        "meanings": compare_table.notes(shown.header),
         "unavailable": compare_table.unavailable(rows),
     }
 
 
-def _checkpoints(checkpoints: Mapping[Path, CheckpointSummary]) -> Table | None:
-    if not checkpoints:
-        return None
-    rows = [
-        [printable(path), _plain(c.step), _plain(c.epoch), _accuracy(c.accuracy), size(c.bytes)]
-        for path, c in checkpoints.items()
-    ]
-    return ["checkpoint", "step", "completed epochs", "test accuracy", "size"], rows
+CHECKPOINT_COLUMNS = (
+    Column("checkpoint", lambda entry: printable(entry[0])),
+    Column("step", lambda entry: entry[1].step, _plain),
+    Column("completed epochs", lambda entry: entry[1].epoch, _plain),
+    Column("test accuracy", lambda entry: entry[1].accuracy, _accuracy),
+    Column("size", lambda entry: size(entry[1].bytes)),
+)
 
 
 def _timeline(path: Path, facts: TimelineFacts) -> dict[str, object]:

@@ -6,9 +6,6 @@ Training" (2019).
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import io
 import math
 import statistics
 from collections.abc import Sequence
@@ -23,13 +20,11 @@ from hvdtrain.commands.study.curves import (
     Target,
     draw_evaluations,
     evaluations,
-    read_curves,
 )
-from hvdtrain.commands.study.engine import CURVES, file_path, run_stem
+from hvdtrain.commands.study.engine import curves_of
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.system.files import replacing
 from hvdtrain.system.output import Report, plots
-from hvdtrain.system.output.tables import message, table
+from hvdtrain.system.output.tables import Column, message, tabulate, write_csv
 from hvdtrain.system.output.text import plural, printable
 
 STEM = "batches"  # of the table and the plot
@@ -67,13 +62,9 @@ def read_evaluations(runs: Sequence[BatchRun], folder: Path, metric: str) -> Cur
     """Return, by setting, the evaluations of each run that ends with a finite metric."""
     curves: Curves = {run.setting: {} for run in runs}
     for run in runs:
-        if run.summary is None:
-            continue
-        path = file_path(run_stem(folder, run.setting.name, run.repeat), CURVES)
-        with contextlib.suppress(OSError, ValueError):
-            read = read_curves(path)
-            if read and read.epochs and read.epochs[-1].get(f"eval_{metric}") is not None:
-                curves[run.setting][run.repeat] = evaluations(read, metric)
+        read = curves_of(folder, run) if run.summary else None
+        if read and read.epochs and read.epochs[-1].get(f"eval_{metric}") is not None:
+            curves[run.setting][run.repeat] = evaluations(read, metric)
     return curves
 
 
@@ -155,8 +146,12 @@ def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting]
             "this metric"
         )
     files = [folder / f"{STEM}.csv"]
-    with replacing(files[0], "--out") as file:
-        file.write(_csv(results).encode(errors="replace"))
+    cells = [
+        [result.optimizer, result.batch, result.updates, seed, value]
+        for result in results
+        for seed, value in zip(result.seeds, result.values, strict=True)
+    ]
+    write_csv(files[0], ["optimizer", "batch", "updates", "run", "value"], cells, "--out")
     files += draw(results, curves, folder, target)
     best = largest(results)
     head = f"{target.metric} at the end of the training, median over the seeds (lowest to highest):"
@@ -180,34 +175,27 @@ def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting]
 
 
 def _table(results: Sequence[BatchResult], target: Target) -> str:
-    rows = []
-    for result in results:
-        values = "failed" if result.middle is None else f"{result.middle:.4f}"
-        if len(result.values) > 1:
-            values += f" ({min(result.values):.4f} to {max(result.values):.4f})"
-        epochs = "-" if result.epochs is None else f"{result.epochs:g}"
-        reached = f"{result.reached} of {result.runs}"
-        updates = "-" if result.updates is None else f"{result.updates:,}"
-        rows.append(
-            [result.optimizer or "-", f"{result.batch:,}", updates, values, reached, epochs]
-        )
-    header = ["optimizer", "batch", "updates", target.metric, "reached", "epochs to it"]
+    def values(result: BatchResult) -> str:
+        if result.middle is None:
+            return "failed"
+        low, high = min(result.values), max(result.values)
+        several = f" ({low:.4f} to {high:.4f})" if len(result.values) > 1 else ""
+        return f"{result.middle:.4f}{several}"
+
+    columns = [
+        Column("optimizer", lambda result: result.optimizer or None),
+        Column("batch", "batch", "{:,}".format),
+        Column("updates", "updates", "{:,}".format),
+        Column(target.metric, values),
+        Column("reached", lambda result: f"{result.reached} of {result.runs}"),
+        Column("epochs to it", "epochs", "{:g}".format),
+    ]
     failures = [
         message(f"{BatchSetting(result.optimizer, result.batch).title}: {result.reason}")
         for result in results
         if result.reason
     ]
-    return "\n".join([table(header, rows), *failures])
-
-
-def _csv(results: Sequence[BatchResult]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["optimizer", "batch", "updates", "run", "value"])
-    for result in results:
-        for seed, value in zip(result.seeds, result.values, strict=True):
-            writer.writerow([result.optimizer, result.batch, result.updates, seed, value])
-    return text.getvalue()
+    return "\n".join([tabulate(columns, results).body, *failures])
 
 
 def draw(

@@ -37,7 +37,7 @@ from hvdtrain.commands.study.engine import (
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 
-LINES = "batches.jsonl"
+LINES, KIND = "batches.jsonl", "batch-size study"
 SET = {  # options that the study sets, or that would end its runs early
     "--global-batch-size": "use --batches",
     "--accumulate-steps": "it follows from --batches, --ranks and --batch-size",
@@ -86,7 +86,7 @@ class BatchRun:
 
 def read_runs(folder: Path) -> list[BatchRun]:
     """Return the runs in a study's directory; an empty list without results."""
-    return records.read(folder / LINES, BatchRun, "batch-size study")
+    return records.read(folder / LINES, BatchRun, KIND)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class BatchStudy(Plan[BatchRun]):
 
     batch: int  # of a rank and pass, at most
 
-    lines = LINES
+    file_name, record_type, kind = LINES, BatchRun, KIND
     independent = True
 
     @property
@@ -132,10 +132,6 @@ class BatchStudy(Plan[BatchRun]):
     @override
     def repeat_words(self, repeat: int) -> Sequence[str]:
         return ("--seed", str(repeat))
-
-    @override
-    def read(self) -> list[BatchRun]:
-        return read_runs(self.options.folder)
 
     @override
     def settings(self, run: BatchRun) -> list[RecordedSetting]:

@@ -40,6 +40,7 @@ from hvdtrain.collectives.cost import ring_hops, ring_volume
 from hvdtrain.commands.study.records import INVALID
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, STRATEGIES
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import GradientMessages
 from hvdtrain.system.files import read_regular
 
 BACKWARD = 2 / 3  # of the compute time
@@ -131,14 +132,6 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """The gradient messages of a step: their number, and their size in total."""
-
-    messages: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Fit:
     """The costs fitted to the measured points."""
 
@@ -227,7 +220,7 @@ def fit(
     *,
     strong: bool = False,
     reductions: Sequence[AllreduceTime] = (),
-    traffic: Traffic | None = None,
+    traffic: GradientMessages | None = None,
 ) -> Fit:
     """Fit the model.
 
@@ -290,10 +283,10 @@ def _rows(steps: Sequence[Step], strong: bool) -> list[_Row]:
     return rows
 
 
-def _table_row(row: AllreduceTime, traffic: Traffic) -> _Row:
+def _table_row(row: AllreduceTime, traffic: GradientMessages) -> _Row:
     def model(costs: Costs) -> float:
-        latency = costs.latency / traffic.messages * ring_hops(row.ranks)
-        return latency + costs.transfer * ring_volume(row.ranks) * row.nbytes / traffic.nbytes
+        latency = costs.latency / traffic.count * ring_hops(row.ranks)
+        return latency + costs.transfer * ring_volume(row.ranks) * row.nbytes / traffic.bytes
 
     return _Row(row.seconds, TABLE_ERROR, model)
 

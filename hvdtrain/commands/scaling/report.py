@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,17 @@ from hvdtrain.commands.scaling.cost_model import (
     UNKNOWN_ERROR,
     Fit,
     Forecast,
-    Parts,
+    Prediction,
     read_reductions,
 )
-from hvdtrain.commands.scaling.results import WIDEST, RankResult, Study, make_study, title
+from hvdtrain.commands.scaling.results import (
+    WIDEST,
+    RankResult,
+    SampleMean,
+    Study,
+    make_study,
+    title,
+)
 from hvdtrain.commands.scaling.runs import (
     SPLIT,
     STRONG,
@@ -25,19 +33,17 @@ from hvdtrain.commands.scaling.runs import (
     MeasuredRun,
     check_comparable,
     read_evaluations,
-    table_text,
+    write_table,
 )
 from hvdtrain.commands.scaling.sweep import ScalingOptions
 from hvdtrain.commands.study import curves
 from hvdtrain.commands.study.engine import make_folder
-from hvdtrain.system.files import replacing
 from hvdtrain.system.output import Report
-from hvdtrain.system.output.tables import Table, known, message, paragraph, table
+from hvdtrain.system.output.tables import Column, Table, message, paragraph, tabulate
 from hvdtrain.system.output.text import bandwidth, duration, number, plural, size
 
 PLOT = "scaling"  # the stem of its files
 NOTABLE = 0.02  # smallest slowdown that is reported
-SPREAD = ("±", "95 % interval", "95 %")  # columns that belong to the preceding one
 LIMITS = {
     "latency": "latency",
     "bandwidth": "bandwidth",
@@ -90,10 +96,8 @@ def write(study: Study, folder: Path) -> list[Path]:
         UsageError: they cannot be written.
     """
     make_folder(folder)
-    table = folder / TABLE
-    with replacing(table, "--out") as file:
-        file.write(table_text(study.runs).encode(errors="replace"))
-    return [table, *plot.draw(study, folder / PLOT)]
+    write_table(folder / TABLE, study.runs)
+    return [folder / TABLE, *plot.draw(study, folder / PLOT)]
 
 
 def study_data(study: Study) -> dict[str, Any]:
@@ -109,7 +113,7 @@ def study_data(study: Study) -> dict[str, Any]:
             "base": fit.base,
             "misfit": fit.misfit,
             "costs": asdict(fit.costs),
-            "traffic": traffic and asdict(traffic),
+            "traffic": traffic and {"messages": traffic.count, "nbytes": traffic.bytes},
         },
         "no_fit_reason": study.no_fit_reason or None,
         "predictions": [asdict(prediction) for prediction in study.predictions],
@@ -138,13 +142,15 @@ def _size_data(size: RankResult) -> dict[str, object]:
 
 def study_text(study: Study) -> str:
     """Return the report: the headline, the measurements, and the prediction."""
+    measured, predicted = study_tables(study)
     sections = [
         paragraph(headline(study)),
         paragraph(title(study)),
-        table(*size_table(study.sizes, study.unit), joined=SPREAD),
-        table(*split) if (split := step_table(study.sizes)) else "",
-        paragraph(notes(study)),
-        *_prediction(study),
+        *(shown.body for shown in measured),
+        *map(paragraph, (notes(study), fit_text(study), not_predicted_text(study))),
+        paragraph(uncertain_text(study)),
+        *(f"{shown.title}:\n{shown.body}" for shown in predicted),
+        limit_text(study),
     ]
     return "\n\n".join(section for section in sections if section)
 
@@ -161,50 +167,55 @@ def headline(study: Study) -> str:
     )
 
 
-def size_table(sizes: Sequence[RankResult], unit: str) -> Table:
-    """Return the throughput: a row per number of ranks."""
-    rates = [size.rate for size in sizes]
-    return known(
-        {
-            "ranks": _names(sizes),
-            "hosts": [str(size.hosts or "-") for size in sizes],
-            f"{unit}/s": [number(rate.mean) for rate in rates],
-            "±": [_or_dash(rate.deviation, number, rate.mean) for rate in rates],
-            "95 % interval": [_interval(rate.interval, number) for rate in rates],
-            "speed-up": [f"{size.speedup:.2f}" for size in sizes],
-            "efficiency": [f"{100 * size.efficiency:.1f} %" for size in sizes],
-            "95 %": [_interval(size.interval, lambda x: f"{100 * x:.1f}") for size in sizes],
-        }
-    )
+def study_tables(study: Study) -> tuple[list[Table], list[Table]]:
+    """Return the measurements, and the prediction if there is one: a row per number of ranks."""
+    measured = [tabulate(_size_columns(study.unit), study.sizes, "Throughput", known=True)]
+    if any(size.split for size in study.sizes):
+        measured.append(tabulate(STEP_COLUMNS, study.sizes, "Parts of a step", known=True))
+    title = "Predicted efficiency, with the shares of a step"
+    predicted = tabulate(PREDICTION_COLUMNS, study.shown, title, known=True)
+    return measured, [predicted] if study.shown else []
 
 
-def step_table(sizes: Sequence[RankResult]) -> Table | None:
-    """Return the parts of a step: a row per number of ranks; None if unknown."""
-    if not any(size.split for size in sizes):
-        return None
-    return known(
-        {
-            "ranks": _names(sizes),
-            "step": [_or_dash(size.seconds, duration) for size in sizes],
-            **{part: [_or_dash(s.split.get(part), duration) for s in sizes] for part in SPLIT},
-            "slowest rank": [
-                f"rank {size.slowest[0]} in {100 * size.slowest[1]:.0f} %" if size.slowest else "-"
-                for size in sizes
-            ],
-        }
-    )
+def _size_columns(unit: str) -> list[Column]:
+    def spread(rate: SampleMean) -> str | None:
+        return None if rate.deviation is None else number(rate.deviation, rate.mean)
+
+    return [
+        NAME,
+        Column("hosts", lambda size: size.hosts or None),
+        Column(f"{unit}/s", lambda size: number(size.rate.mean)),
+        Column("±", lambda size: spread(size.rate), joined=True),
+        Column("95 % interval", lambda size: size.rate.interval, _interval, joined=True),
+        Column("speed-up", lambda size: f"{size.speedup:.2f}"),
+        Column("efficiency", lambda size: f"{100 * size.efficiency:.1f} %"),
+        Column("95 %", lambda size: size.interval, _percentages, joined=True),
+    ]
 
 
-def _names(sizes: Sequence[RankResult]) -> list[str]:
-    return [f"{size.ranks}{'*' * size.oversubscribed}" for size in sizes]
+def _interval(value: tuple[float, float]) -> str:
+    return " to ".join(map(number, value))
 
 
-def _or_dash(value: float | None, show: Callable[..., str], *arguments: float) -> str:
-    return "-" if value is None else show(value, *arguments)
+def _percentages(value: tuple[float, float]) -> str:
+    return " to ".join(f"{100 * end:.1f}" for end in value)
 
 
-def _interval(value: tuple[float, float] | None, show: Callable[[float], str]) -> str:
-    return "-" if value is None else " to ".join(map(show, value))
+def _part(part: str, size: RankResult) -> float | None:
+    return size.split.get(part)
+
+
+NAME = Column("ranks", lambda size: f"{size.ranks}{'*' * size.oversubscribed}")
+STEP_COLUMNS = (
+    NAME,
+    Column("step", "seconds", duration),
+    *(Column(part, partial(_part, part), duration) for part in SPLIT),
+    Column(
+        "slowest rank",
+        "slowest",
+        lambda slowest: f"rank {slowest[0]} in {100 * slowest[1]:.0f} %",
+    ),
+)
 
 
 def notes(study: Study) -> str:
@@ -236,22 +247,6 @@ def notes(study: Study) -> str:
     return " ".join(texts)
 
 
-def _prediction(study: Study) -> list[str]:
-    """Return the prediction: the fit, the predicted efficiencies, the limit."""
-    sections = [
-        paragraph(fit_text(study)),
-        paragraph(not_predicted_text(study)),
-        paragraph(uncertain_text(study)),
-    ]
-    if study.shown:
-        expected = table(*prediction_table(study), joined=SPREAD)
-        sections += [
-            f"Predicted efficiency, with the shares of a step:\n{expected}",
-            limit_text(study),
-        ]
-    return sections
-
-
 def not_predicted_text(study: Study) -> str:
     """Return the requested numbers of ranks that are not predicted, and why; empty if none."""
     if not study.not_predicted:
@@ -276,30 +271,16 @@ def uncertain_text(study: Study) -> str:
 
 
 def limit_text(study: Study) -> str:
-    """Return the limit of the largest predicted size."""
+    """Return the limit of the largest predicted size; empty if none is predicted."""
+    if not study.shown:
+        return ""
     last = study.shown[-1]
     return f"At {last.ranks} ranks {LIMITS[last.limit]} is the limit."
 
 
-def prediction_table(study: Study) -> Table:
-    """Return the prediction: a row per number of ranks."""
-    shown, steps = study.shown, [prediction.parts for prediction in study.shown]
-    return known(
-        {
-            "ranks": [str(prediction.ranks) for prediction in shown],
-            "efficiency": [_significant(prediction.efficiency) for prediction in shown],
-            "95 %": [_range(prediction.efficiency) for prediction in shown],
-            "compute": [_share(step.compute, step) for step in steps],
-            "slowdown": [_share(step.slowdown, step) for step in steps],
-            "latency": [_share(step.latency, step) for step in steps],
-            "bandwidth": [_share(step.transfer, step) for step in steps],
-            "limited by": [LIMITS[prediction.limit] for prediction in shown],
-        }
-    )
-
-
-def _share(seconds: float, step: Parts) -> str:
-    return f"{100 * seconds / step.total:.0f} %" if seconds else "-"
+def _share(part: str, prediction: Prediction) -> str | None:
+    seconds = getattr(prediction.parts, part)
+    return f"{100 * seconds / prediction.parts.total:.0f} %" if seconds else None
 
 
 def _digits(value: Forecast) -> int:
@@ -314,6 +295,18 @@ def _significant(value: Forecast) -> str:
 def _range(value: Forecast) -> str:
     digits = _digits(value)
     return f"{100 * value.low:.{digits}f} to {100 * value.high:.{digits}f}"
+
+
+PREDICTION_COLUMNS = (
+    Column("ranks", "ranks"),
+    Column("efficiency", "efficiency", _significant),
+    Column("95 %", "efficiency", _range, joined=True),
+    Column("compute", partial(_share, "compute")),
+    Column("slowdown", partial(_share, "slowdown")),
+    Column("latency", partial(_share, "latency")),
+    Column("bandwidth", partial(_share, "transfer")),
+    Column("limited by", lambda prediction: LIMITS[prediction.limit]),
+)
 
 
 def fit_text(study: Study) -> str:
@@ -356,18 +349,18 @@ def _link(study: Study, fit: Fit) -> list[str]:
         latency, transfer, least = costs.latency, costs.transfer, 0.0
     phrases = []
     if traffic:
-        messages = plural(traffic.messages, "message")
-        phrases.append(f"a step sums {size(traffic.nbytes)} in {messages}")
+        messages = plural(traffic.count, "message")
+        phrases.append(f"a step sums {size(traffic.bytes)} in {messages}")
     if latency <= least:
         phrases.append("latency: too small a part of a step to measure")
     elif traffic:
-        phrases.append(f"{duration(costs.latency / traffic.messages)} per hop and message")
+        phrases.append(f"{duration(costs.latency / traffic.count)} per hop and message")
     else:
         phrases.append(f"latency {duration(costs.latency)} per hop")
     if transfer <= least:
         phrases.append("bandwidth: too small a part of a step to measure")
     elif traffic:
-        phrases.append(bandwidth(traffic.nbytes / costs.transfer))
+        phrases.append(bandwidth(traffic.bytes / costs.transfer))
     else:
         phrases.append(f"sending the gradients once takes {duration(costs.transfer)}")
     return phrases

@@ -24,13 +24,12 @@ from hvdtrain.commands.scaling.cost_model import (
     Fit,
     Prediction,
     Step,
-    Traffic,
     fit,
     predict,
 )
 from hvdtrain.commands.scaling.runs import SPLIT, STRONG, MeasuredRun
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.summary import unit_of
+from hvdtrain.steps.summary import GradientMessages, unit_of
 from hvdtrain.system.output.text import plural, printable
 
 CONFIDENCE = 0.95
@@ -58,18 +57,6 @@ class SampleMean:
         return self.deviation / math.sqrt(self.count) / self.mean
 
 
-@dataclass(frozen=True)
-class Point:
-    """Throughput on one number of ranks."""
-
-    ranks: int
-    rate: SampleMean  # images per second over all ranks
-    speedup: float
-    efficiency: float  # a fraction; 1 is ideal
-    interval: tuple[float, float] | None
-    """95 % confidence interval of the efficiency; None if unknown, and for the base (exactly 1)."""
-
-
 def student(degrees: float) -> float:
     """Return the factor t of a two-sided interval of 95 %, mean ± t standard errors.
 
@@ -91,19 +78,6 @@ def estimate(values: Sequence[float]) -> SampleMean:
     return SampleMean(mean, count, deviation, (max(0.0, mean - half), mean + half))
 
 
-def points(rates: Mapping[int, Sequence[float]]) -> list[Point]:
-    """Return speed-up and efficiency by increasing ranks; ``rates``: images/s of each repeat."""
-    estimates = {ranks: estimate(rates[ranks]) for ranks in sorted(rates)}
-    base = next(iter(estimates))
-    result = []
-    for ranks, rate in estimates.items():
-        speedup = rate.mean / estimates[base].mean
-        efficiency = speedup * base / ranks
-        interval = None if ranks == base else _interval(efficiency, rate, estimates[base])
-        result.append(Point(ranks, rate, speedup, efficiency, interval))
-    return result
-
-
 def _interval(ratio: float, upper: SampleMean, lower: SampleMean) -> tuple[float, float] | None:
     """Return the 95 % interval of a ratio of two means.
 
@@ -122,9 +96,15 @@ def _interval(ratio: float, upper: SampleMean, lower: SampleMean) -> tuple[float
 
 
 @dataclass(frozen=True)
-class RankResult(Point):
+class RankResult:
     """The results of one number of ranks: means over its runs."""
 
+    ranks: int
+    rate: SampleMean  # images per second over all ranks
+    speedup: float
+    efficiency: float  # a fraction; 1 is ideal
+    interval: tuple[float, float] | None
+    """95 % confidence interval of the efficiency; None if unknown, and for the base (exactly 1)."""
     hosts: int | None
     seconds: float | None  # per step, mean; None if the batch size is unknown
     split: Mapping[str, float]  # seconds per step by part; only the known parts
@@ -136,17 +116,17 @@ class RankResult(Point):
 
 def summarize(runs: Sequence[MeasuredRun]) -> tuple[RankResult, ...]:
     """Return the results by increasing number of ranks."""
-    by_ranks: dict[int, list[MeasuredRun]] = {}
-    for run in runs:
-        by_ranks.setdefault(run.ranks, []).append(run)
-    rates = {ranks: [run.rate for run in same] for ranks, same in by_ranks.items()}
-    return tuple(_result(point, by_ranks[point.ranks]) for point in points(rates))
+    sizes = sorted({run.ranks for run in runs})
+    by_ranks = {ranks: [run for run in runs if run.ranks == ranks] for ranks in sizes}
+    base = estimate([run.rate for run in by_ranks[sizes[0]]])
+    return tuple(_result(same, sizes[0], base) for same in by_ranks.values())
 
 
-def _result(point: Point, runs: Sequence[MeasuredRun]) -> RankResult:
-    first = runs[0]
-    hosts, cores = first.summary.hosts, first.cores
-    threads = first.per_host * (first.threads or 1)
+def _result(runs: Sequence[MeasuredRun], base: int, base_rate: SampleMean) -> RankResult:
+    """Return the results of ``runs`` on one number of ranks; ``base``: the smallest number."""
+    first, rate = runs[0], estimate([run.rate for run in runs])
+    speedup = rate.mean / base_rate.mean
+    efficiency = speedup * base / first.ranks
     splits = [run.split for run in runs]
     split = {
         part: statistics.fmean(run_split[part] for run_split in splits)
@@ -154,13 +134,18 @@ def _result(point: Point, runs: Sequence[MeasuredRun]) -> RankResult:
         if all(part in run_split for run_split in splits)
     }
     communication = [run_split.get("communication", 0.0) for run_split in splits]
+    threads = first.per_host * (first.threads or 1)
     return RankResult(
-        **vars(point),
-        hosts=hosts,
-        seconds=_seconds(split) or (first.batch / point.rate.mean if first.batch else None),
+        ranks=first.ranks,
+        rate=rate,
+        speedup=speedup,
+        efficiency=efficiency,
+        interval=None if first.ranks == base else _interval(efficiency, rate, base_rate),
+        hosts=first.summary.hosts,
+        seconds=_seconds(split) or (first.batch / rate.mean if first.batch else None),
         split=split,
         communication=estimate(communication) if all(communication) else None,
-        oversubscribed=cores is not None and threads > cores,
+        oversubscribed=first.cores is not None and threads > first.cores,
         slowest=_slowest(runs),
     )
 
@@ -203,7 +188,7 @@ class Study:
     scaling: str
     runs: tuple[MeasuredRun, ...]
     sizes: tuple[RankResult, ...]
-    traffic: Traffic | None
+    traffic: GradientMessages | None
     fit: Fit | None = None
     no_fit_reason: str = ""
     predictions: tuple[Prediction, ...] = ()
@@ -251,7 +236,7 @@ def make_study(
     """Summarize the runs, fit the model to them, and predict.
 
     Args:
-        runs: one or more comparable runs (``comparable.check_comparable``).
+        runs: one or more comparable runs (``runs.check_comparable``).
         scaling: ``weak`` or ``strong``.
         ranks: numbers of ranks to predict (empty: ``RANKS``); measured ones are skipped.
         reductions: a table of allreduce times.
@@ -259,7 +244,9 @@ def make_study(
     Raises:
         UsageError: ``reductions`` cannot be used.
     """
-    study = Study(scaling, tuple(runs), summarize(runs), _traffic(runs))
+    reported = (run.summary.gradient_messages for run in runs)
+    traffic = next(filter(None, reported), None)
+    study = Study(scaling, tuple(runs), summarize(runs), traffic)
     if reductions and study.traffic is None:
         raise UsageError(
             "--allreduce: the runs do not report how many messages and bytes a step reduces "
@@ -304,12 +291,6 @@ def _steps(sizes: Sequence[RankResult], images: Callable[[int], float]) -> list[
                 step = replace(step, exposed=exposed, exposed_error=error)
         steps.append(step)
     return steps
-
-
-def _traffic(runs: Sequence[MeasuredRun]) -> Traffic | None:
-    """Return the gradient messages of a step, from the first run that reports them."""
-    reported = (run.summary.gradient_messages for run in runs)
-    return next((Traffic(sums.count, sums.bytes) for sums in reported if sums), None)
 
 
 def _images(runs: Sequence[MeasuredRun], scaling: str) -> Callable[[int], float]:

@@ -9,7 +9,6 @@ the complete ``summary`` of the run.
 from __future__ import annotations
 
 import csv
-import io
 import math
 import shlex
 from collections import Counter
@@ -26,13 +25,12 @@ from hvdtrain.commands.study.engine import curves_of
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Stopped, Summary
 from hvdtrain.system.files import read_regular
+from hvdtrain.system.output.tables import write_csv
 
 LINES, TABLE = "results.jsonl", "results.csv"  # all runs, and their table
 OUT = Path("scaling")  # default directory
 WEAK, STRONG = "weak", "strong"
 SPLIT = ("data", "compute", "communication", "waiting", "undivided")  # parts of a step
-# Fields of a run and of a summary.
-RUN_COLUMNS = ("ranks", "repeat", "scaling", "machine", "cores", "threads", "ranks_per_host")
 TEXT_COLUMNS = ("workload", "framework", "strategy", "model", "precision")
 # Columns of numbers, with their type and least value.
 NUMBERS: dict[str, tuple[Callable[[str], Any], float]] = {
@@ -43,13 +41,6 @@ NUMBERS: dict[str, tuple[Callable[[str], Any], float]] = {
     ),
     **dict.fromkeys(("cores", "threads", "ranks_per_host"), (int, 1)),
 }
-HEADER = (
-    "ranks,repeat,images_per_second,images_per_second_std,step_seconds,data_seconds,"
-    "compute_seconds,communication_seconds,waiting_seconds,undivided_seconds,messages,"
-    "gradient_bytes,scaling,workload,framework,strategy,model,precision,global_batch_size,hosts,"
-    "machine,cores,threads,ranks_per_host,timeline"
-)
-COLUMNS = HEADER.split(",")
 NAMED = 4  # maximum number of runs named in a message
 ALWAYS = "OMP_"  # variables that also tune a single rank; those of MPI and Horovod need several
 BY_LAUNCH = "OMPI_MCA_mpi_yield_when_idle"  # set by launch depending on the size
@@ -112,29 +103,42 @@ def read_lines(path: Path) -> list[MeasuredRun]:
     return records.read(path, MeasuredRun, "sweep")
 
 
-def table_text(runs: Sequence[MeasuredRun]) -> str:
-    """Return the runs as CSV, readable by ``--from``."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for run in sorted(runs, key=lambda run: (run.ranks, run.repeat)):
-        traffic = run.summary.gradient_messages
-        writer.writerow(
-            {
-                **{key: getattr(run.summary, key, None) for key in COLUMNS},
-                **{key: getattr(run, key) for key in RUN_COLUMNS},
-                "images_per_second": run.rate,
-                "step_seconds": run.batch / run.rate if run.batch else None,
-                **{f"{part}_seconds": run.split.get(part) for part in SPLIT},
-                "messages": traffic and traffic.count,
-                "gradient_bytes": traffic and traffic.bytes,
-            }
-        )
-    return text.getvalue()
+def write_table(path: Path, runs: Sequence[MeasuredRun]) -> None:
+    """Write the runs as CSV, readable by ``--from``.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    cells = [_cells(run) for run in sorted(runs, key=lambda run: (run.ranks, run.repeat))]
+    write_csv(path, list(cells[0]), [list(row.values()) for row in cells], "--out")
+
+
+def _cells(run: MeasuredRun) -> dict[str, Any]:
+    """Return a row of the table, by column."""
+    summary, traffic = run.summary, run.summary.gradient_messages
+    return {
+        "ranks": run.ranks,
+        "repeat": run.repeat,
+        "images_per_second": run.rate,
+        "images_per_second_std": summary.images_per_second_std,
+        "step_seconds": run.batch / run.rate if run.batch else None,
+        **{f"{part}_seconds": run.split.get(part) for part in SPLIT},
+        "messages": traffic and traffic.count,
+        "gradient_bytes": traffic and traffic.bytes,
+        "scaling": run.scaling,
+        **{key: getattr(summary, key) for key in TEXT_COLUMNS},
+        "global_batch_size": run.batch,
+        "hosts": summary.hosts,
+        "machine": run.machine,
+        "cores": run.cores,
+        "threads": run.threads,
+        "ranks_per_host": run.ranks_per_host,
+        "timeline": summary.timeline,
+    }
 
 
 def read_table(path: Path) -> list[MeasuredRun]:
-    """Return the runs in a CSV with the columns ranks, images_per_second, and any of ``COLUMNS``.
+    """Return the runs in a CSV with ranks, images_per_second, and more columns of ``write_table``.
 
     Raises:
         UsageError: it cannot be read, a column is missing, or a value is not a number.

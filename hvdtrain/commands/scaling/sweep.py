@@ -169,7 +169,7 @@ class Sweep(Plan[MeasuredRun]):
     ``words`` are those of ``sweep_words``.
     """
 
-    lines = LINES
+    file_name, record_type, kind = LINES, MeasuredRun, "sweep"
     reverses = True
 
     @property
@@ -183,10 +183,6 @@ class Sweep(Plan[MeasuredRun]):
             )
             for ranks in self.options.ranks
         ]
-
-    @override
-    def read(self) -> list[MeasuredRun]:
-        return read_lines(self.options.folder / LINES)
 
     @override
     def missing(self) -> list[Planned]:

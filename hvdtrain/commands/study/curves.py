@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import read_regular
 from hvdtrain.system.output import plots
-from hvdtrain.system.output.tables import message, table
+from hvdtrain.system.output.tables import Column, message, tabulate
 from hvdtrain.system.output.text import duration, plural
 
 LOSS = "loss"  # lower is better; for other metrics higher is better, unless specified
@@ -164,32 +164,23 @@ def target_results(
     return sizes
 
 
+TARGET_COLUMNS = {  # by the key of ``--json``
+    "ranks": Column("ranks", "ranks"),
+    "seconds": Column("time", "seconds", duration, unknown="not reached"),
+    "speedup": Column("speed-up", "speedup", "{:.2f}".format),
+    "runs": Column("runs", lambda size: len(size.evaluated)),
+}
+
+
 def target_text(sizes: Sequence[TargetResult], target: Target) -> str:
     """Return the times as a table."""
-    rows = [
-        [
-            str(size.ranks),
-            "not reached" if size.seconds is None else duration(size.seconds),
-            "-" if size.speedup is None else f"{size.speedup:.2f}",
-            str(len(size.evaluated)),
-        ]
-        for size in sizes
-    ]
     head = f"Time to {target}, from the first update, including evaluations (median):"
-    return f"{message(head)}\n\n{table(['ranks', 'time', 'speed-up', 'runs'], rows)}"
+    return f"{message(head)}\n\n{tabulate(list(TARGET_COLUMNS.values()), sizes).body}"
 
 
 def target_data(sizes: Sequence[TargetResult], target: Target) -> dict[str, object]:
     """Return the times as JSON."""
-    rows = [
-        {
-            "ranks": size.ranks,
-            "seconds": size.seconds,
-            "speedup": size.speedup,
-            "runs": len(size.evaluated),
-        }
-        for size in sizes
-    ]
+    rows = [{key: column.of(size) for key, column in TARGET_COLUMNS.items()} for size in sizes]
     return {"metric": target.metric, "value": target.value, "sizes": rows}
 
 

@@ -139,7 +139,9 @@ class Plan(ABC, Generic[Run]):
     words: tuple[str, ...]  # the command as typed
     share: HostShare  # of a host, in every run
 
-    lines: ClassVar[str]  # name of the file of the records
+    file_name: ClassVar[str]  # of the records
+    record_type: ClassVar[type[Any]]
+    kind: ClassVar[str]  # of the study, in messages
     reverses: ClassVar[bool] = False
     """Whether every second repeat is in reverse order: a steady drift favours none."""
     independent: ClassVar[bool] = False
@@ -151,16 +153,8 @@ class Plan(ABC, Generic[Run]):
         """The variants, in the order of the table."""
 
     @abstractmethod
-    def read(self) -> list[Run]:
-        """Return the records of the complete runs.
-
-        Raises:
-            UsageError: they cannot be read, or belong to another study.
-        """
-
-    @abstractmethod
     def settings(self, run: Run) -> list[RecordedSetting]:
-        """Return the settings of a record that must be those of this study, besides the command."""
+        """Return the settings of a record, and those of this study, which must be the same."""
 
     @abstractmethod
     def new_record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> Run:
@@ -178,6 +172,10 @@ class Plan(ABC, Generic[Run]):
     def repeats(self) -> int:
         """The number of runs of each variant."""
         return int(self.options.repeat or REPEATS)
+
+    def read(self) -> list[Run]:
+        """Return the records; an empty list without results."""
+        return records.read(self.options.folder / self.file_name, self.record_type, self.kind)
 
     def runs(self) -> list[Planned]:
         """Return all runs in order: each variant once, then again."""
@@ -285,7 +283,7 @@ class Plan(ABC, Generic[Run]):
     def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
         """Append a run to the records; errors as of ``new_record``."""
         run = self.new_record(variant, repeat, outcome)
-        records.append(self.options.folder / self.lines, run)
+        records.append(self.options.folder / self.file_name, run)
 
 
 def run_stem(folder: Path, name: str, repeat: int) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hvdtrain.commands.timeline.events import KINDS, OPERATION, STATES, TimeStatistics
 from hvdtrain.commands.timeline.facts import TimelineFacts, TimelineFinding
-from hvdtrain.system.output.tables import TitledTable, entry, message, paragraph, table
+from hvdtrain.system.output.tables import Table, entry, message, paragraph
 from hvdtrain.system.output.text import duration, percent, plural, printable, short, size
 
 RANKS = 12
@@ -112,12 +112,12 @@ def _verdict(findings: Sequence[TimelineFinding]) -> str:
     return "\n".join(lines)
 
 
-def states(facts: TimelineFacts) -> TitledTable:
+def states(facts: TimelineFacts) -> Table:
     """Return the time of rank 0 by state, in the whole steps if there are any."""
     steps = facts.steps
     if not steps:
         rows = [[label, duration(facts.states[name])] for name, label in LABELS.items()]
-        return TitledTable("Time, seen from rank 0", ["", "total"], rows)
+        return Table("Time, seen from rank 0", ["", "total"], rows)
     rows = []
     for name, label in LABELS.items():
         state = steps.states[name]
@@ -129,7 +129,7 @@ def states(facts: TimelineFacts) -> TitledTable:
         hidden = ["  hidden by computing", "", duration(overlap.overlapped_seconds), share]
         rows.insert(1, hidden)
     title = f"Time of the {steps.whole:,} whole steps, seen from rank 0"
-    return TitledTable(title, ["", "median step", "total", "share"], rows)
+    return Table(title, ["", "median step", "total", "share"], rows)
 
 
 def _lateness(facts: TimelineFacts) -> str:
@@ -149,7 +149,7 @@ def _ticked(facts: TimelineFacts) -> str:
     return f"Lateness: {ticked:,} of {negotiated:,} negotiations record when each rank was ready"
 
 
-def lateness(facts: TimelineFacts, most: int | None = None) -> TitledTable:
+def lateness(facts: TimelineFacts, most: int | None = None) -> Table:
     """Return how late the ranks were, the most expensive first, ``most`` of them."""
     order = sorted(facts.lateness.ranks, key=lambda r: (-r.cost_seconds, -r.late_negotiations))
     rows = [
@@ -164,7 +164,7 @@ def lateness(facts: TimelineFacts, most: int | None = None) -> TitledTable:
     ]
     header = ["last in", "steps", "by median", "mean", "cost", "tensors", "by median", "mean"]
     others = len(order) - len(rows)
-    return TitledTable(
+    return Table(
         _ticked(facts),
         [*header, "behind first"],
         rows,
@@ -193,7 +193,7 @@ def _slowest(facts: TimelineFacts) -> str:
     return paragraph(f"Slowest steps: {steps}", "  ") if steps else ""
 
 
-def phases(facts: TimelineFacts) -> TitledTable:
+def phases(facts: TimelineFacts) -> Table:
     """Return the time by phase."""
     rows = []
     for row in facts.phases:
@@ -203,7 +203,7 @@ def phases(facts: TimelineFacts) -> TitledTable:
         rows.append([kind, short(row.name), f"{row.bars:,}", *times, *per_step])
     header = ["", "", "bars", "time", "summed over tensors"]
     header += ["time per step"] if facts.steps else []
-    return TitledTable("Phases, whole file", header, rows, names=2)
+    return Table("Phases, whole file", header, rows, names=2)
 
 
 def _seconds(value: float | None) -> str:
@@ -217,7 +217,7 @@ def _collectives(facts: TimelineFacts) -> list[str]:
     ]
 
 
-def operations(facts: TimelineFacts) -> TitledTable:
+def operations(facts: TimelineFacts) -> Table:
     """Return the operations that were carried out, by implementation."""
     rows = [
         [
@@ -232,7 +232,7 @@ def operations(facts: TimelineFacts) -> TitledTable:
         for row in facts.operations
     ]
     header = ["", "operations", "tensors each", "bytes each", "median", "total", "bytes/time"]
-    return TitledTable("Fusion: operations carried out", header, rows)
+    return Table("Fusion: operations carried out", header, rows)
 
 
 def cycles(facts: TimelineFacts) -> str:
@@ -258,7 +258,7 @@ def cycles(facts: TimelineFacts) -> str:
     return line
 
 
-def tensors(facts: TimelineFacts, most: int = TENSORS) -> TitledTable:
+def tensors(facts: TimelineFacts, most: int = TENSORS) -> Table:
     """Return the ``most`` tensors that took the most time."""
     shown = facts.tensors[:most]
     used = {kind for row in shown for kind, seconds in row.phases.items() if seconds}
@@ -269,7 +269,7 @@ def tensors(facts: TimelineFacts, most: int = TENSORS) -> TitledTable:
         nbytes = size(row.bytes) if row.bytes else "-"
         rows.append([short(row.name), f"{row.times:,}", nbytes, *times])
     title = f"Tensors that took the most time ({len(rows)} of {facts.tensor_rows:,})"
-    return TitledTable(title, ["", "times", "bytes", *kinds], rows)
+    return Table(title, ["", "times", "bytes", *kinds], rows)
 
 
 def compare(first: TimelineFacts, second: TimelineFacts) -> Difference:
@@ -324,6 +324,6 @@ def comparison(difference: Difference) -> str:
         for row in difference.rows
     ]
     scope = "per step" if difference.per_step else "of the whole file"
-    times = table(["", "", "before", "after", "after/before"], rows, names=2)
+    times = Table(f"Times {scope}", ["", "", "before", "after", "after/before"], rows, names=2)
     files = f"before: {printable(difference.before)}\nafter: {printable(difference.after)}"
-    return f"{files}\n\nTimes {scope}\n{times}"
+    return f"{files}\n\n{times.text}"

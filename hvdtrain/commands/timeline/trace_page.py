@@ -16,7 +16,7 @@ from hvdtrain.commands.timeline.analyse import Analysis, Recorder
 from hvdtrain.commands.timeline.events import COMMUNICATING, KINDS, STATES, WAITING
 from hvdtrain.commands.timeline.facts import TimelineFacts
 from hvdtrain.system.output import page
-from hvdtrain.system.output.tables import TitledTable
+from hvdtrain.system.output.tables import Table
 from hvdtrain.system.output.text import printable
 
 WEB = Path(__file__).with_name("web")
@@ -46,7 +46,7 @@ def render(facts: TimelineFacts, analysis: Analysis, recorder: Recorder) -> str:
     )
 
 
-def _tables(facts: TimelineFacts) -> list[TitledTable]:
+def _tables(facts: TimelineFacts) -> list[Table]:
     tables = [report.states(facts)]
     tables += [report.lateness(facts)] if facts.lateness.recorded else []
     tables += [report.phases(facts)]

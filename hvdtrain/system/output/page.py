@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.system.files import replacing
-from hvdtrain.system.output.tables import TitledTable
+from hvdtrain.system.output.tables import Table
 
 FOLDER = Path(__file__).parent
 
@@ -28,7 +28,7 @@ class Section:
     title: str
     notes: Sequence[str] = ()
     plot: str = ""
-    tables: Sequence[TitledTable] = ()
+    tables: Sequence[Table] = ()
     diagrams: Sequence[Any] = ()
 
 

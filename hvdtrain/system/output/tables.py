@@ -6,12 +6,15 @@ the row names: no value is cut or omitted.
 
 from __future__ import annotations
 
+import csv
 import io
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.system.files import replacing
 from hvdtrain.system.runtime import terminal
 
 if TYPE_CHECKING:
@@ -25,9 +28,28 @@ GAPS = 3, 2  # spaces between columns: normally, and if space is short
 BESIDE = 30  # minimum width of a text next to its name; otherwise it is put below
 BELOW = 4  # its indentation then
 
-Column = Sequence[str]
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""Header and rows."""
+Cells = Sequence[str]  # of a column, with its heading
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: the heading, and the value of a row with its format."""
+
+    title: str
+    value: str | Callable[[Any], Any]  # a field of a row, or a function of it
+    format: Callable[[Any], str] = str
+    help: str = ""
+    joined: bool = False  # never separated from the preceding column
+    unknown: str = "-"  # shown for None
+
+    def of(self, row: Any) -> Any:
+        """Return the value of a row."""
+        return getattr(row, self.value) if isinstance(self.value, str) else self.value(row)
+
+    def cell(self, row: Any) -> str:
+        """Return the text of a row."""
+        value = self.of(row)
+        return self.unknown if value is None else self.format(value)
 
 
 def width() -> int:
@@ -35,54 +57,75 @@ def width() -> int:
     return terminal.columns() or FILE
 
 
-def known(columns: dict[str, list[str]]) -> Table:
-    """Return the table without columns whose cells are all ``-``."""
-    kept = {name: cells for name, cells in columns.items() if set(cells) != {"-"}}
-    return list(kept), list(zip(*kept.values(), strict=True))
+@dataclass(frozen=True)
+class Table:
+    """A table for the terminal and for a page."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    names: int = 1
+    """Number of columns that name a row: left-aligned, and repeated in each block."""
+    joined: Collection[str] = ()
+    """Headings of columns that are never separated from the preceding one."""
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        """The text of the table below its title."""
+        return f"{message(self.title)}\n{self.body}"
+
+    @property
+    def body(self) -> str:
+        """The text without the title, split into blocks of columns if it is too wide."""
+        blocks = "\n\n".join(_drawn(block, self.names, gap) for block, gap in self._blocks())
+        return f"{blocks}\n{' ' * INDENT}{self.note}" if self.note else blocks
+
+    def _blocks(self) -> list[tuple[list[Cells], int]]:
+        """Return the blocks, and the spaces between their columns."""
+        columns: list[Cells] = list(zip(self.header, *self.rows, strict=True))
+        if _fits(columns, GAPS[0]):
+            return [(columns, GAPS[0])]
+        first, others = columns[: self.names], columns[self.names :]
+        groups: list[list[Cells]] = []
+        for column in others:
+            if groups and column[0] in self.joined:
+                groups[-1].append(column)
+            else:
+                groups.append([column])
+        if not all(_fits([*first, *group], GAPS[1]) for group in groups):
+            groups = [[column] for column in others]
+        blocks: list[list[Cells]] = []
+        for group in groups:
+            if blocks and _fits([*blocks[-1], *group], GAPS[1]):
+                blocks[-1] += group
+            else:
+                blocks.append([*first, *group])
+        return [(block, GAPS[1]) for block in blocks]
 
 
-def table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
+def tabulate(
+    columns: Sequence[Column],
+    rows: Sequence[Any],
+    title: str = "",
+    *,
     names: int = 1,
-    joined: Collection[str] = (),
-) -> str:
-    """Return the text of a table, split into blocks of columns if it is too wide.
-
-    Args:
-        header: headings of the columns.
-        rows: cells by row.
-        names: number of columns that name a row; they are left-aligned and begin each block, the
-            other columns are right-aligned.
-        joined: headings of columns that are never separated from the preceding one.
-    """
-    columns: list[Column] = list(zip(header, *rows, strict=True))
-    if _fits(columns, GAPS[0]):
-        return _drawn(columns, names, GAPS[0])
-    first = columns[:names]
-    groups: list[list[Column]] = []
-    for name, column in zip(header[names:], columns[names:], strict=True):
-        if groups and name in joined:
-            groups[-1].append(column)
-        else:
-            groups.append([column])
-    if not all(_fits([*first, *group], GAPS[1]) for group in groups):
-        groups = [[column] for column in columns[names:]]
-    blocks: list[list[Column]] = []
-    for group in groups:
-        if blocks and _fits([*blocks[-1], *group], GAPS[1]):
-            blocks[-1] += group
-        else:
-            blocks.append([*first, *group])
-    return "\n\n".join(_drawn(block, names, GAPS[1]) for block in blocks)
+    known: bool = False,
+) -> Table:
+    """Return the table of ``rows``, any objects; with ``known`` without empty columns."""
+    if known:
+        columns = [c for c in columns if any(c.cell(row) != c.unknown for row in rows)]
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    joined = {column.title for column in columns if column.joined}
+    return Table(title, [column.title for column in columns], cells, names, joined)
 
 
-def _fits(columns: Sequence[Column], gap: int) -> bool:
+def _fits(columns: Sequence[Cells], gap: int) -> bool:
     widths = [max(map(len, column)) for column in columns]
     return INDENT + sum(widths) + gap * (len(columns) - 1) <= width()
 
 
-def _drawn(columns: Sequence[Column], names: int, gap: int) -> str:
+def _drawn(columns: Sequence[Cells], names: int, gap: int) -> str:
     """Return the text of a block of columns; cells are wrapped if it is wider than the output."""
     from rich.table import Table as Grid
     from rich.text import Text
@@ -105,26 +148,18 @@ def _console(**settings: Any) -> rich.console.Console:
     return Console(file=io.StringIO(), highlight=False, **settings)
 
 
-@dataclass(frozen=True)
-class TitledTable:
-    """A table with its title, for the terminal and for a page.
+def write_csv(
+    path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]], option: str = ""
+) -> None:
+    """Write a CSV file atomically; None is an empty cell.
 
-    ``names`` and ``joined``: see ``table``.
+    Raises:
+        UsageError, HvdtrainError: it cannot be written; the message begins with ``option``.
     """
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    names: int = 1
-    joined: Collection[str] = ()
-    note: str = ""
-
-    @property
-    def text(self) -> str:
-        """Return the text of the table, below its title."""
-        lines = table(self.header, self.rows, names=self.names, joined=self.joined)
-        note = f"\n{' ' * INDENT}{self.note}" if self.note else ""
-        return f"{message(self.title)}\n{lines}{note}"
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    with replacing(path, option) as file:
+        file.write(text.getvalue().encode(errors="replace"))
 
 
 def wrapped(text: str, room: int, *, hang: str = "") -> list[str]:

@@ -22,7 +22,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import Device, RankFacts, check_devices, check_software, rank_names
 from hvdtrain.system.machine.network import is_this_host
 from hvdtrain.system.machine.threads import THREADS, threads_per_rank
-from hvdtrain.system.output.tables import message, table
+from hvdtrain.system.output.tables import Table
 from hvdtrain.system.output.text import bandwidth, duration, plural, size
 from hvdtrain.system.runtime.command import TIMED_OUT, CommandResult
 
@@ -221,5 +221,5 @@ def allreduce_text(report: AllreduceTimes) -> str:
         for row in rows:
             rates = [bandwidth(1e9 * row[f"{kind}_gb_per_second"]) for kind in kinds]
             cells[-1] += [duration(row["seconds"]), *rates]
-    times = table(["message".rjust(MESSAGE), *header], cells, joined=kinds.values())
-    return f"{message(f'allreduce over {world}: median time, {shown}')}\n{times}"
+    title = f"allreduce over {world}: median time, {shown}"
+    return Table(title, ["message".rjust(MESSAGE), *header], cells, joined=kinds.values()).text

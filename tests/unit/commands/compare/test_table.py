@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,12 @@ from hvdtrain.commands.compare import plot
 from hvdtrain.commands.compare.methods import CompareOptions
 from hvdtrain.commands.compare.table import (
     MethodResult,
-    csv_text,
     distance,
     figures,
     headline,
     make_rows,
     notes,
+    read_all_curves,
     unavailable,
 )
 from hvdtrain.commands.compare.trials import LINES, Trial
@@ -104,25 +103,28 @@ def test_unavailable_rows() -> None:
 
 
 def test_the_table_has_no_empty_columns() -> None:
-    header, cells = figures(make_rows(THREE))
+    table = figures(make_rows(THREE))
+    header, cells = table.header, table.rows
     assert header == [
         *("strategy", "ranks", "images/s", "range", "speed-up", "epoch", "memory"),
         *("busy", "node-h", "sent", "set-up"),
     ]
-    assert cells[1][:6] == ("ddp", "2", "250.00", "150.00 ... 500.00", "2.50", "6.00 s")
+    assert cells[1][:6] == ["ddp", "2", "250.00", "150.00 ... 500.00", "2.50", "6.00 s"]
     assert [name for name, _ in notes(header)] == [n for n in header if n not in header[:3]]
     assert dict(notes(header))["busy"].startswith("of the GPU, or of the cores of a rank")
     assert headline(THREE) == (
         "mnist small pytorch fp32, global batch 64 in every row, 1 thread per rank, a machine"
     )
     slow = make_rows([trial(SINGLE, rate=0.1)])  # 15,000 s
-    assert figures(slow)[1][0][4] == "4.2 h"
+    assert figures(slow).rows[0][4] == "4.2 h"
     mixed = [trial(SINGLE), trial(replace(SINGLE, framework="tensorflow"))]
-    assert figures(make_rows(mixed))[0][:2] == ["strategy", "framework"]
+    assert figures(make_rows(mixed)).header[:2] == ["strategy", "framework"]
 
 
-def test_csv_and_json_have_the_same_keys() -> None:
-    rows = list(csv.DictReader(io.StringIO(csv_text(make_rows(THREE)))))
+def test_csv_and_json_have_the_same_keys(tmp_path: Path) -> None:
+    write(tmp_path, THREE)
+    report(CompareOptions(out=tmp_path))
+    rows = list(csv.DictReader((tmp_path / "compare.csv").read_text().splitlines()))
     assert set(rows[0]) >= CONTRACT
     assert (rows[1]["strategy"], float(rows[1]["speedup"])) == ("ddp", 2.5)
     assert set(MethodResult.__dataclass_fields__) == set(rows[0])
@@ -153,7 +155,7 @@ def test_the_loss_of_each_repeat_counts_after_one_that_failed(tmp_path: Path) ->
     stem = run_stem(tmp_path, DDP.name, 3)
     step = {"kind": "step", "step": 1, "loss": 4.0}
     stem.with_name(stem.name + ".jsonl").write_text(json.dumps(step) + "\n")
-    ddp = make_rows(trials, folder=tmp_path)[1]
+    ddp = make_rows(trials, curves=read_all_curves(trials, tmp_path))[1]
     assert (ddp.repeats, ddp.loss_distance) == (2, 2.0)  # the median of 2 - 1 and 4 - 1
 
 
@@ -178,7 +180,7 @@ def test_a_failed_run_is_a_failure(
     ddp = json.loads(capsys.readouterr().out)["rows"][1]
     assert (ddp["available"], ddp["repeats"]) == (bool(successful), len(successful))
     assert (ddp["reason"], ddp["target_seconds"]) == (reason, None)
-    again = make_rows([*trials, trial(DDP)], folder=tmp_path)[1]  # the failed run, repeated
+    again = make_rows([*trials, trial(DDP)])[1]  # the failed run, repeated
     assert (again.reason, again.repeats) == (None, len(successful) + 1)
 
 

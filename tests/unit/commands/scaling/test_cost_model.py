@@ -16,12 +16,12 @@ from hvdtrain.commands.scaling.cost_model import (
     Costs,
     Fit,
     Step,
-    Traffic,
     fit,
     predict,
     read_reductions,
 )
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.summary import GradientMessages
 
 TUTORIAL = {1: 281.22, 2: 382.01, 4: 689.22, 8: 1341.25}  # images/s
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -91,7 +91,7 @@ def test_the_truth_is_recovered() -> None:
 
 
 def test_the_truth_is_recovered_with_overlap_from_a_table() -> None:
-    truth, traffic = replace(TRUTH, overlap=0.6), Traffic(messages=4, nbytes=100_000_000)
+    truth, traffic = replace(TRUTH, overlap=0.6), GradientMessages(4, 100_000_000)
     table = [
         AllreduceTime(
             ranks,
@@ -169,7 +169,7 @@ def test_a_range_has_a_width_where_the_overlap_cannot_be_determined() -> None:
         for p, deviation in zip(SIZES, scatter, strict=True)
     ]
     rows = [AllreduceTime(p, 1000, 3e-8 * p) for p in (2, 4)]
-    forecast = fit(points, reductions=rows, traffic=Traffic(1, 1000)).efficiency(256)
+    forecast = fit(points, reductions=rows, traffic=GradientMessages(1, 1000)).efficiency(256)
     assert forecast.low < forecast.high
 
 

@@ -9,12 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.commands.scaling.results import estimate, points, student
+from hvdtrain.commands.scaling.results import RankResult, estimate, student, summarize
+from hvdtrain.commands.scaling.runs import MeasuredRun
+from hvdtrain.steps.summary import Summary
 
 RATES = st.floats(0.1, 1e6)
 STUDIES = st.dictionaries(
     st.integers(1, 4096), st.lists(RATES, min_size=1, max_size=4), min_size=1, max_size=5
 )
+
+
+def points(rates: dict[int, list[float]]) -> tuple[RankResult, ...]:
+    """Return the results of runs with these throughputs."""
+    return summarize(
+        [
+            MeasuredRun(ranks, repeat, Summary(images_per_second_mean=rate))
+            for ranks, repeats in rates.items()
+            for repeat, rate in enumerate(repeats, 1)
+        ]
+    )
 
 
 @pytest.mark.parametrize(

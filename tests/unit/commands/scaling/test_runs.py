@@ -19,7 +19,7 @@ from hvdtrain.commands.scaling.runs import (
     check_comparable,
     read_lines,
     read_table,
-    table_text,
+    write_table,
 )
 from hvdtrain.commands.scaling.sweep import ScalingOptions, Sweep
 from hvdtrain.commands.study.engine import HostShare, Planned
@@ -193,7 +193,7 @@ def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
 
 def test_the_table_is_read_back(tmp_path: Path) -> None:
     file, runs = tmp_path / "results.csv", [run(2, rate=190.5, machine="m, 2 cores"), run(1)]
-    file.write_text(table_text(runs))
+    write_table(file, runs)
     lines = file.read_text().splitlines()
     assert lines[0].startswith("ranks,repeat,images_per_second,images_per_second_std,step_seconds")
     first, second = read_table(file)

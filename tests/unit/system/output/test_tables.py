@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvdtrain.system.output.tables import FILE, entry, paragraph, table, width
+from hvdtrain.system.output.tables import FILE, Table, entry, paragraph, width
 
 HEADER = ["rank", "first", "second", "third"]
 ROWS = [["0", "1.00 ms", "20.0 ms", "a longer text"], ["11", "3 µs", "-", "x"]]
@@ -17,10 +17,12 @@ def test_the_width_is_that_of_the_terminal(terminal_of: Callable[[int], None]) -
 
 
 def test_tables_keep_their_columns() -> None:
-    assert table(["", "count"], [["a", "1"], ["longer", "1,000"]]) == (
+    assert Table("", ["", "count"], [["a", "1"], ["longer", "1,000"]]).body == (
         "           count\n  a            1\n  longer   1,000"
     )
-    assert table(["", "name", "n"], [["a", "b", "1"], ["a", "bc", "22"]], names=2).splitlines() == [
+    assert Table(
+        "", ["", "name", "n"], [["a", "b", "1"], ["a", "bc", "22"]], names=2
+    ).body.splitlines() == [
         *("      name    n", "  a   b       1", "  a   bc     22"),
     ]
 
@@ -29,13 +31,13 @@ def test_a_table_that_is_too_wide_is_split_into_blocks(
     terminal_of: Callable[[int], None],
 ) -> None:
     terminal_of(40)
-    assert table(HEADER, ROWS).splitlines() == [
+    assert Table("", HEADER, ROWS).body.splitlines() == [
         "  rank    first   second          third",
         "  0     1.00 ms  20.0 ms  a longer text",
         "  11       3 µs        -              x",
     ]
     terminal_of(38)
-    assert table(HEADER, ROWS).splitlines() == [
+    assert Table("", HEADER, ROWS).body.splitlines() == [
         "  rank    first   second",
         "  0     1.00 ms  20.0 ms",
         "  11       3 µs        -",
@@ -44,7 +46,7 @@ def test_a_table_that_is_too_wide_is_split_into_blocks(
         "  0     a longer text",
         "  11                x",
     ]
-    assert table(HEADER, ROWS, joined={"third"}).splitlines()[::4] == [
+    assert Table("", HEADER, ROWS, joined={"third"}).body.splitlines()[::4] == [
         "  rank    first",
         "  rank   second          third",
     ]
@@ -52,7 +54,7 @@ def test_a_table_that_is_too_wide_is_split_into_blocks(
 
 def test_a_wide_cell_is_wrapped_between_words(terminal_of: Callable[[int], None]) -> None:
     terminal_of(20)
-    assert table(["", "n"], [["a name of four words", "10 11 12 13 14"]]).splitlines() == [
+    assert Table("", ["", "n"], [["a name of four words", "10 11 12 13 14"]]).body.splitlines() == [
         "                   n",
         "  a name    10 11 12",
         "  of four      13 14",
