@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.ratios import SCRIPTS
-from hvdtrain.commands.launch.stage_environment import members
+from hvdtrain.commands.launch.staging import members
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
 from tests.conftest import environment, until

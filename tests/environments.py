@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from hvdtrain.collectives.base import SingleRank
-from hvdtrain.commands.launch import environment_host
-from hvdtrain.commands.launch.stage_environment import packed
+from hvdtrain.commands.launch.staging import __main__ as unpacking
+from hvdtrain.commands.launch.staging import packed
 
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 PACKAGES = f"lib/{PYTHON}/site-packages"
@@ -27,5 +27,5 @@ def copied(prefix: Path, folder: Path) -> Path:
     if not copy.parents[1].exists():
         copy.parents[1].mkdir()
     with packed(prefix, folder / "cache") as archive:
-        environment_host.stage(SingleRank(), copy, *archive)
+        unpacking.stage(SingleRank(), copy, *archive)
     return copy

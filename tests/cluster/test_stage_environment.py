@@ -166,7 +166,7 @@ def staging(two: Hosts) -> Iterator[subprocess.Popen[str]]:
 def test_a_killed_process_ends_the_staging_and_nothing_is_left(two: Hosts) -> None:
     """As one that needs more memory than there is."""
     with staging(two) as process:
-        (host,) = two.programs(2, r"python\S* -m hvdtrain.commands.launch.environment_host")
+        (host,) = two.programs(2, r"python\S* -m hvdtrain.commands.launch.staging")
         os.kill(host, signal.SIGKILL)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output

@@ -136,7 +136,7 @@ def test_ddp_by_launch_by_torchrun_and_by_mpirun(two: TwoHosts, tmp_path: Path) 
     count = len(list(tmp_path.glob("checkpoints/step-*")))
     with two.running(command, **variables) as process:
         wait_for_checkpoints(count + 1, process, tmp_path)
-        (agent,) = two.programs(2, r"python\S* -m hvdtrain\.commands\.launch\.host_process ")
+        (agent,) = two.programs(2, r"python\S* -m hvdtrain\.commands\.launch\.elastic ")
         os.kill(agent, signal.SIGKILL)
         outcome = wait_until_over(two, process, "an agent killed")
     assert outcome.code not in (0, 75), outcome.err

@@ -171,7 +171,7 @@ run_and_exit(mnist.main)
 STAGE_ENV = """
 import os
 from pathlib import Path
-from hvdtrain.commands.launch.environment_host import make_folder
+from hvdtrain.commands.launch.staging.__main__ import make_folder
 from hvdtrain.system.runtime.exit import run_and_exit
 run_and_exit(lambda: make_folder(Path(os.environ["TMPDIR"], "hvdtrain-0123"), 1) and 0)
 """

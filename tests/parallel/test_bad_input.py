@@ -72,7 +72,7 @@ def test_a_broken_framework_is_named(options: list[str], tmp_path: Path) -> None
     assert all(reason in line for line in outcome.said), outcome.err
 
 
-AGENT = ("hvdtrain.commands.launch.host_process", "--nnodes=2", "--node-rank=0", "--no-python")
+AGENT = ("hvdtrain.commands.launch.elastic", "--nnodes=2", "--node-rank=0", "--no-python")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from hvdtrain.commands.launch.hosts import (
     read_hostfile,
 )
 from hvdtrain.commands.launch.launcher_choice import agent_settings, find_mpi
-from hvdtrain.commands.launch.torchrun import agent_commands
 from hvdtrain.config.declare import option
 from hvdtrain.config.values import positive
 from hvdtrain.errors import UsageError
@@ -35,7 +34,7 @@ from hvdtrain.system.machine.threads import (
     launch_threads,
     requested_threads,
 )
-from hvdtrain.system.runtime.command import Command, run
+from hvdtrain.system.runtime.command import run
 from hvdtrain.system.runtime.walltime import QUERY_TIMEOUT, walltime_query
 from hvdtrain.system.settings import read_settings
 
@@ -110,26 +109,6 @@ def prepare(request: Request, environ: Mapping[str, str] = os.environ) -> Launch
         agent=agent_settings(mpi, environ),
         environ=environ,
     )
-
-
-def prepare_agents(request: Request, environ: Mapping[str, str]) -> dict[str, Command]:
-    """Find the hosts, and return the command of torchrun's agent by host.
-
-    Raises:
-        UsageError: no such program, or the ranks do not fit on the hosts.
-    """
-    check_request(request, environ)
-    allocation = choose_hosts(request.hosts, request.hostfile, environ)
-    ranks, fewest = request.ranks, request.fewest
-    if fewest:  # a host may be lost before the start: use the slots that there are
-        slots = sum(request.ppn or host.slots for host in allocation.hosts) or ranks
-        if fewest > min(slots, ranks):
-            raise UsageError(f"--min {fewest}: more than --max {ranks} or the {slots} slots")
-        ranks = min(slots, ranks)
-    layout = lay_out(ranks, allocation, request.ppn)
-    environ = with_host_cores(environ, layout.hosts)
-    threads = choose_threads(request, layout, physical_cores(), environ)
-    return agent_commands(layout, request.words, threads, environ, fewest)
 
 
 def choose_hosts(

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
+from hvdtrain.commands.launch.elastic import check_elastic, run_agents
 from hvdtrain.commands.launch.outcome import code_after_stop
 from hvdtrain.commands.launch.prepare import (
     Request,
     hostfile_option,
     hosts_option,
     notes,
-    option_of,
     ppn_option,
     prepare,
-    prepare_agents,
 )
-from hvdtrain.commands.launch.stage_environment import refuse_value, staged
-from hvdtrain.commands.launch.torchrun import Agents, ElasticAgents
+from hvdtrain.commands.launch.staging import refuse_value, staged
 from hvdtrain.commands.launch.watch import watch
 from hvdtrain.config.declare import command, optional, switch
-from hvdtrain.config.strategies import DEFAULT, STRATEGIES
 from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.system.output import Report
@@ -34,7 +28,6 @@ from hvdtrain.system.output.text import page
 from hvdtrain.system.runtime.detect import TORCHRUN
 from hvdtrain.system.runtime.scratch import clear_leftovers
 from hvdtrain.system.runtime.spawn import StopSignals
-from hvdtrain.system.runtime.walltime import ENDS, ends_at
 
 log = logging.getLogger(__name__)
 
@@ -101,17 +94,10 @@ def run_verb(options: Options) -> Report:
     """Start the ranks, wait for them, and pass on the launcher's exit code.
 
     Raises:
-        UsageError: see ``prepare`` and ``prepare_agents``; an option is for other launchers.
+        UsageError: see ``prepare`` and ``elastic.run_agents``; options cannot be combined.
         HvdtrainError: the job was ended after --timeout, or cannot be started.
     """
-    if options.stage_env:
-        refuse_value(options.command)
-    if options.elastic is (options.ranks is not None):
-        raise UsageError(
-            "the number of ranks is required: use either -n N, or --elastic --min N --max M"
-        )
-    if not options.elastic and (options.min or options.max):
-        raise UsageError("--min and --max require --elastic")
+    _check(options)
     request = Request(
         options.ranks or options.max or 1,
         options.command,
@@ -123,17 +109,8 @@ def run_verb(options: Options) -> Report:
         ranks_per_host=options.room_for,
         fewest=options.min,
     )
-    if options.elastic:
-        _check_elastic(options, request.words)
-    if options.stage_env and options.by_torchrun:
-        raise UsageError("--stage-env is for the launcher of the MPI, not torchrun or --elastic")
-    if options.stage_env and options.dry_run:
-        raise UsageError(
-            "--stage-env and --dry-run: the command depends on copies that --dry-run does not "
-            "make; omit one of them"
-        )
     if options.by_torchrun:
-        return _by_torchrun(request, dry_run=options.dry_run)
+        return run_agents(request, dry_run=options.dry_run)
     with StopSignals() as signals:  # signals may arrive during `mpirun --version`
         launch = prepare(request)
         if options.dry_run:
@@ -151,53 +128,22 @@ def run_verb(options: Options) -> Report:
     return Report("", exit_code=code)
 
 
-def _export_job_end() -> None:
-    """Export when the batch job ends: rank 0 may be on a host where it cannot be queried."""
-    end = ends_at()
-    if end is not None:
-        os.environ[ENDS] = f"{end:.0f}"
-
-
-def _check_elastic(options: Options, words: Sequence[str]) -> None:
-    """Raise ``UsageError`` if torchrun cannot restart the ranks of a trainer."""
-    if None in (options.min, options.max):
-        raise UsageError("--elastic requires --min N and --max M, the numbers of ranks")
-    is_trainer = any(
-        option == "-m" and module.startswith("hvdtrain.") for option, module in pairwise(words)
-    )
-    name = option_of(words, "strategy") or (DEFAULT.name if is_trainer else "")
-    framework = option_of(words, "framework")
-    supported = [strategy for strategy in STRATEGIES.values() if TORCHRUN in strategy.launchers]
-    remedy = "--strategy ddp, or a chain of jobs"
-    if options.launcher == "mpi":
-        unsupported = "--launcher mpi"
-    elif framework and not any(framework in strategy.adapters for strategy in supported):
-        unsupported, remedy = f"--framework {framework}", "a chain of jobs"
-    elif name in STRATEGIES and STRATEGIES[name] not in supported:
-        unsupported = f"--strategy {name}"
-    else:
-        return
-    raise UsageError(
-        f"--elastic restarts ranks by torchrun, which does not support {unsupported}: use "
-        f"{remedy} that resume (hvdtrain submit --chain)"
-    )
-
-
-def _by_torchrun(request: Request, *, dry_run: bool) -> Report:
-    """Start an agent on each host, and wait for them."""
-    if request.tag:
-        option = "--elastic" if request.fewest else "--launcher torchrun"
-        raise UsageError(f"{option} does not support --tag and --timeout")
-    with StopSignals() as signals:
-        if not dry_run:
-            _export_job_end()
-        agents = prepare_agents(request, os.environ)
-        shown = "\n".join(command.show() for command in agents.values())
-        if dry_run:
-            return Report(shown)
-        log.info("%s", shown)
-        with (ElasticAgents if request.fewest else Agents)(signals) as running:
-            running.start(agents)
-            code = running.wait()
-    stop = signal.Signals(signals.received[0]).name if signals.received else ""
-    return Report("", exit_code=code_after_stop(code, stop, request.words))
+def _check(options: Options) -> None:
+    """Raise ``UsageError`` if options are missing, or cannot be combined."""
+    if options.stage_env:
+        refuse_value(options.command)
+    if options.elastic is (options.ranks is not None):
+        raise UsageError(
+            "the number of ranks is required: use either -n N, or --elastic --min N --max M"
+        )
+    if not options.elastic and (options.min or options.max):
+        raise UsageError("--min and --max require --elastic")
+    if options.elastic:
+        check_elastic(options.min, options.max, options.launcher, options.command)
+    if options.stage_env and options.by_torchrun:
+        raise UsageError("--stage-env is for the launcher of the MPI, not torchrun or --elastic")
+    if options.stage_env and options.dry_run:
+        raise UsageError(
+            "--stage-env and --dry-run: the command depends on copies that --dry-run does not "
+            "make; omit one of them"
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hvdtrain.commands.launch.stage_environment import refuse_value
+from hvdtrain.commands.launch.staging import refuse_value
 from hvdtrain.config.declare import command, json_switch, option, optional, switch
 from hvdtrain.config.values import count, positive
 from hvdtrain.errors import UsageError

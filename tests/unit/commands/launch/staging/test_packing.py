@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.commands.launch import stage_environment
+from hvdtrain.commands.launch import staging
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.commands.launch.launcher_choice import MpiLauncher
-from hvdtrain.commands.launch.stage_environment import (
+from hvdtrain.commands.launch.staging import (
     HOLD,
     StagedEnvironment,
     members,
@@ -280,7 +280,7 @@ class Runs:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     """The runs of mpirun, which succeed unless a test changes ``results``."""
-    monkeypatch.setattr(stage_environment, "run", runs := Runs())
+    monkeypatch.setattr(staging, "run", runs := Runs())
     return runs
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.commands.launch import torchrun
-from hvdtrain.commands.launch.host_process import PROGRAM
-from hvdtrain.commands.launch.hosts import Host, RankLayout
-from hvdtrain.commands.launch.torchrun import (
+from hvdtrain.commands.launch import elastic
+from hvdtrain.commands.launch.elastic import (
     NO_SHARED_STORE,
+    PROGRAM,
     SSH,
     Agents,
     ElasticAgents,
@@ -24,6 +23,7 @@ from hvdtrain.commands.launch.torchrun import (
     is_here,
     on_host,
 )
+from hvdtrain.commands.launch.hosts import Host, RankLayout
 from hvdtrain.system.runtime.command import Command
 from hvdtrain.system.runtime.command import run as run_command
 from hvdtrain.system.runtime.spawn import StopSignals
@@ -37,7 +37,7 @@ TWO = RankLayout(3, (Host("node1.cluster", 2), Host("node2", 1)))
 @pytest.fixture(autouse=True)
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Name this machine, in a directory with a blank in its name."""
-    monkeypatch.setattr(torchrun, "local_names", lambda: {"node1", "node0"})
+    monkeypatch.setattr(elastic, "local_names", lambda: {"node1", "node0"})
     monkeypatch.setattr(Path, "cwd", lambda: Path("/my work"))
 
 

@@ -1,6 +1,6 @@
-"""Sends a packed environment to the hosts of a job, and unpacks it (``stage_environment.py``).
+"""Send a packed environment to the hosts of a job, and unpack it there.
 
-    mpirun ... python -m hvdtrain.commands.launch.environment_host FOLDER ARCHIVE SIZE SHA256
+    mpirun ... python -m hvdtrain.commands.launch.staging FOLDER ARCHIVE SIZE SHA256
 
 One process per host. Rank 0 reads the archive and broadcasts it in pieces, which each process
 passes on to ``tar``, so the shared file system is read once, while all hosts unpack. The copy in
@@ -27,7 +27,7 @@ from typing import IO
 import numpy as np
 
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.commands.launch.stage_environment import BASE, CONFIG, HOME
+from hvdtrain.commands.launch.staging import BASE, CONFIG, HOME
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.folder import exposure
 from hvdtrain.system.machine import mpi_library

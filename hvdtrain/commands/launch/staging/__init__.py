@@ -1,8 +1,8 @@
-"""Copies of a job's Python environment on its hosts, from which the ranks start: ``--stage-env``.
+"""Copy a job's Python environment to local disks of its hosts, and start the ranks there.
 
-A thousand ranks that import PyTorch open millions of files, which a shared file system serves one
-by one. So the environment is packed as a tar file, which ``environment_host.py`` unpacks in a local
-directory of each host.
+With ``--stage-env``: a thousand ranks that import PyTorch open millions of files, which a shared
+file system serves one by one. So the environment is packed as a tar file, which ``__main__.py``
+unpacks on each host.
 
 Unlike conda-pack and venv-pack, this rewrites no path in a file, since the hosts also see the
 original: a path there leads to the same content, only slower. Python itself derives the paths of
@@ -49,7 +49,7 @@ NO_LIBRARY = (("site-packages",), ("test",))  # beside the standard library
 HOME = re.compile(r"^(home\s*=\s*)(.*?)\s*$", re.MULTILINE)  # of the interpreter, in CONFIG
 VERSION = re.compile(r"^version(?:_info)?\s*=\s*(\d+\.\d+)", re.MULTILINE)
 AT_ONCE = 32  # files whose status is queried at a time
-STAGE = (sys.executable, "-m", "hvdtrain.commands.launch.environment_host")
+STAGE = (sys.executable, "-m", "hvdtrain.commands.launch.staging")
 # A rank, and what it starts, hold a lock on a file of the copy. If the job is killed before it
 # removes the copy, the user's next start on a host does so, unless it is locked (``scratch.py``).
 HOLD = ("sh", "-c", 'exec 9< "$0" && flock -s 9 && exec "$@"')

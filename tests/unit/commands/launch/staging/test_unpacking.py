@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.collectives.base import SingleRank
-from hvdtrain.commands.launch import environment_host
-from hvdtrain.commands.launch.stage_environment import packed
+from hvdtrain.commands.launch.staging import __main__ as unpacking
+from hvdtrain.commands.launch.staging import packed
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import file_digest
 from tests.environments import copied, make_environment
@@ -77,20 +77,20 @@ def test_a_host_without_an_mpi_library_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "hvdtrain.collectives.mpi4py", None)
-    monkeypatch.setattr(sys, "argv", ["environment_host", str(tmp_path), "a.tar", "1", "abc"])
+    monkeypatch.setattr(sys, "argv", ["staging", str(tmp_path), "a.tar", "1", "abc"])
     with pytest.raises(UsageError, match=r"^mpi4py cannot load an MPI library"):
-        environment_host.main()
+        unpacking.main()
 
 
 def test_an_archive_that_this_host_does_not_see_is_one_line(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"gone\.tar: No such file"):
-        environment_host.stage(SingleRank(), copy, tmp_path / "gone.tar", 1, "abc")
+        unpacking.stage(SingleRank(), copy, tmp_path / "gone.tar", 1, "abc")
 
 
 def test_an_error_ends_all_hosts(prefix: Path, tmp_path: Path, copy: Path, on_ranks: Any) -> None:
     """Here that of a directory which hosts share: it has one copy for all."""
     with packed(prefix, tmp_path / "cache") as archive:
-        errors = on_ranks(2, lambda host: environment_host.stage(host, copy, *archive))
+        errors = on_ranks(2, lambda host: unpacking.stage(host, copy, *archive))
     remedy = "is shared by several hosts: set TMPDIR to a directory that each host has on a local"
     assert all(remedy in str(error) for error in errors)
 
@@ -107,7 +107,7 @@ def test_what_arrives_changed_is_not_executed(
         assert changed != content
         file.write_bytes(changed if what == "changed" else content[:520])
         with pytest.raises(UsageError, match="arrived damaged"):
-            environment_host.stage(SingleRank(), copy, *archive)
+            unpacking.stage(SingleRank(), copy, *archive)
 
 
 def test_nothing_is_written_outside_the_copy(tmp_path: Path, copy: Path) -> None:
@@ -119,7 +119,7 @@ def test_nothing_is_written_outside_the_copy(tmp_path: Path, copy: Path) -> None
         for member in (link, *map(tarfile.TarInfo, ("link/file", "../file", f"{outside}/file"))):
             tar.addfile(member)
     with pytest.raises(UsageError, match=r"^tar"):
-        environment_host.stage(
+        unpacking.stage(
             SingleRank(), copy, archive, archive.stat().st_size, file_digest(archive, "sha256")
         )
     assert list(outside.iterdir()) == []

@@ -1,10 +1,7 @@
-"""The agent that ``hvdtrain launch`` starts on a host for the ranks there, and its leash.
+"""Start the ranks of a host by torchrun, as its agent there.
 
-The leash is the process's standard input: on a byte the ranks save and stop, and when it closes,
-because the process that holds the other end has exited, they are killed. It works through ssh, too.
-
-``python -m hvdtrain.commands.launch.host_process`` takes torchrun's options and behaves like
-torchrun, except that
+``python -m hvdtrain.commands.launch.elastic`` takes torchrun's options and behaves like torchrun,
+except that
 
 - its exit code is that of the first rank to fail; torchrun's is always 1;
 - on a signal or a byte its ranks save and stop, by SIGUSR1; torchrun kills them;
@@ -21,11 +18,9 @@ import os
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import psutil
 from typing_extensions import override
@@ -35,35 +30,7 @@ from hvdtrain.system.machine.threads import own_cpus
 from hvdtrain.system.runtime.outlive import STOP_SIGNALS
 from hvdtrain.system.runtime.spawn import exit_code, say, signal_of
 
-PROGRAM = (sys.executable, "-m", "hvdtrain.commands.launch.host_process")
 STANDARD_INPUT = 0
-EXIT_TIMEOUT = 3.0  # seconds for a process to kill its ranks
-
-
-# The end that launch holds
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Let the ranks of ``process`` save and stop, unless it has ended."""
-    with contextlib.suppress(OSError, ValueError):
-        if process.stdin:
-            os.write(process.stdin.fileno(), b"\n")
-
-
-def end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """Let ``processes`` kill their ranks and end; kill those that do not."""
-    processes = list(processes)
-    for process in processes:
-        if process.stdin:
-            process.stdin.close()
-    deadline = time.monotonic() + EXIT_TIMEOUT
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-        process.kill()
-
-
-# The end on the host
 
 
 def listen() -> None:
