@@ -133,7 +133,7 @@ class Analysis:
         self.fusion = Fusion()
         self.cycle: float | None = None  # start of the current cycle
         self.cycles = Sample()  # lengths of the cycles
-        self.steps = Steps(StepTotals(self.fusion.totals, self.rows.phases))
+        self.steps = Steps(StepTotals(self.fusion.operations, self.rows.phases))
         self.handlers: dict[str, Callable[[Event], None]] = {
             "B": self._begin,
             "E": self._end,

@@ -43,9 +43,6 @@ KINDS = (NEGOTIATE, OPERATION, SET_UP, WAIT_FOR_DATA, QUEUE, COPY_IN, COLLECTIVE
 NEITHER, WAITING, COMMUNICATING = range(3)
 STATES = ("neither", "waiting", "communicating")
 
-# Totals of all operations: count, bytes, microseconds, microseconds of the small operations.
-COUNT, BYTES, TIME, SMALL_TIME = range(4)
-
 # Activity names: horovod/common/common.h and the operations under horovod/common/ops.
 _ACTIVITIES = (
     (r"INIT_.*|ALLOCATE_.*", SET_UP),
@@ -269,13 +266,18 @@ class Operations:
         if operation.nbytes < SMALL:
             self.small += microseconds
 
+    @property
+    def sums(self) -> tuple[float, float, float, float]:
+        """Return their number, bytes, microseconds, and microseconds of the small ones."""
+        times = self.microseconds
+        return times.count, self.nbytes.total, times.total, self.small
+
 
 class Fusion:
     """Combines the bars of fused tensors into operations."""
 
     def __init__(self) -> None:
         self.operations: dict[str, Operations] = {}  # by implementation
-        self.totals = [0.0] * 4  # of all operations, indexed by ``COUNT`` etc.
         self.run: Operation | None = None  # of the bar that began last; None: of another kind
         self.idle = True  # no operation has begun in this cycle
         self.busy_cycles = 0  # cycles in which an operation began
@@ -311,16 +313,7 @@ class Fusion:
             tensor.row.nbytes = size
         operation.left -= 1
         if not operation.left:
-            self._count(operation)
-
-    def _count(self, operation: Operation) -> None:
-        name, microseconds = operation.phase.name, operation.end - operation.start
-        if name not in self.operations:
-            self.operations[name] = Operations()
-        self.operations[name].add(operation, microseconds)
-        totals = self.totals
-        totals[COUNT] += 1
-        totals[BYTES] += operation.nbytes
-        totals[TIME] += microseconds
-        if operation.nbytes < SMALL:
-            totals[SMALL_TIME] += microseconds
+            name = operation.phase.name
+            if name not in self.operations:
+                self.operations[name] = Operations()
+            self.operations[name].add(operation, operation.end - operation.start)

@@ -22,9 +22,8 @@ from hvdtrain.commands.timeline.events import (
     Tensor,
 )
 from hvdtrain.commands.timeline.read import Reading
-from hvdtrain.commands.timeline.steps import LatenessFacts, StepFacts, Steps
+from hvdtrain.commands.timeline.steps import LatenessFacts, StepFacts
 
-# Keys of the JSON that differ from the fields.
 TENSORS = 200  # rows of the table of tensors, and of that of open tensors
 
 
@@ -215,27 +214,25 @@ def _phases(analysis: Analysis) -> list[PhaseFacts]:
         for cell in row.cells.values():
             counts[cell.phase] += cell.count
             totals[cell.phase] += cell.total
+    steps, in_steps = analysis.steps.lengths.count, analysis.steps.step_totals.walls
+
+    def per_step(phase: Phase) -> float | None:
+        wall = in_steps.get(phase, 0)
+        return wall / steps * MICRO if steps and (wall or not phase.wall) else None
+
     facts = [
         PhaseFacts(
             kind=phase.kind,
             name=phase.name,
             bars=counts[phase],
             seconds=phase.wall * MICRO,
-            seconds_per_step=_per_step(phase, analysis.steps),
+            seconds_per_step=per_step(phase),
             tensor_seconds=totals[phase] * MICRO,
         )
         for phase in analysis.rows.phases.values()
         if counts[phase]
     ]
     return sorted(facts, key=lambda facts: (KINDS.index(facts.kind), -facts.seconds))
-
-
-def _per_step(phase: Phase, steps: Steps) -> float | None:
-    """Return the mean seconds of the phase per whole step; None if it is in none of them."""
-    wall, count = steps.step_totals.walls.get(phase, 0), steps.lengths.count
-    if not count or (phase.wall and not wall):
-        return None
-    return wall / count * MICRO
 
 
 def _collectives(phases: Sequence[PhaseFacts]) -> list[CollectiveFacts]:

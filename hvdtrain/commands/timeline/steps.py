@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -34,6 +34,7 @@ from hvdtrain.commands.timeline.events import (
     COMMUNICATING,
     MICRO,
     STATES,
+    Operations,
     Phase,
     Sample,
     Tensor,
@@ -41,6 +42,7 @@ from hvdtrain.commands.timeline.events import (
 )
 
 SLOWEST = 5  # number of steps listed individually
+SUMS = 4  # number of ``Operations.sums``
 UNRESOLVED = 1000.0  # microseconds: the default of HOROVOD_CYCLE_TIME
 
 Ticks = list[tuple[float, str]]
@@ -196,22 +198,18 @@ class StepTotals:
 
     A file contains more than steps, e.g. the initial broadcasts, which may be larger than all
     operations of the steps. A bar or an operation counts in the step in which it ends. The cost is
-    a copy of the totals at the end of each step. ``totals`` of operations (see ``events``) only
-    grow, new ``phases`` are appended to those of the whole file.
+    a copy of the totals at the end of each step. The sums of ``operations`` only grow, new
+    ``phases`` are appended to those of the whole file.
     """
 
-    def __init__(self, totals: Sequence[float], phases: Mapping[Any, Phase]) -> None:
-        self._totals, self._phases = totals, phases
-        self.reset()
-
-    def reset(self) -> None:
-        """Drop all steps so far: they were the start-up."""
-        self._sums: list[float] = []  # of the whole steps
-        self._start: list[float] = []  # of the file, when the current step began
+    def __init__(self, operations: Mapping[str, Operations], phases: Mapping[Any, Phase]) -> None:
+        self._operations, self._phases = operations, phases
+        self.begin()
 
     def begin(self) -> None:
-        """Begin a step without a predecessor."""
-        self._start = self._now()
+        """Begin a step, and drop those before it: they were the start-up."""
+        self._sums: list[float] = []  # of the whole steps
+        self._start = self._now()  # of the file, when the current step began
 
     def close(self) -> None:
         """End a step and begin the next."""
@@ -222,16 +220,17 @@ class StepTotals:
 
     @property
     def operations(self) -> list[float]:
-        """Return the totals of the operations in whole steps."""
-        return (self._sums or [0.0] * len(self._totals))[: len(self._totals)]
+        """Return the ``Operations.sums`` over whole steps."""
+        return self._sums[:SUMS]
 
     @property
     def walls(self) -> dict[Phase, float]:
         """Return the microseconds within whole steps in which a bar was open, by phase."""
-        return dict(zip(self._phases.values(), self._sums[len(self._totals) :], strict=False))
+        return dict(zip(self._phases.values(), self._sums[SUMS:], strict=False))
 
     def _now(self) -> list[float]:
-        return [*self._totals, *[phase.wall for phase in self._phases.values()]]
+        sums = zip([0.0] * SUMS, *(each.sums for each in self._operations.values()), strict=True)
+        return [*map(sum, sums), *(phase.wall for phase in self._phases.values())]
 
 
 class Steps:
@@ -251,7 +250,7 @@ class Steps:
         self._reset()
 
     def _reset(self) -> None:
-        self.step_totals.reset()
+        self.step_totals.begin()
         self.lengths = Sample()
         self.states: list[Sample] = []  # by state, one value per step
         self.overlapped = Sample()  # communicating while some rank still had a tensor to submit
@@ -278,7 +277,6 @@ class Steps:
             if grown or self._opening not in (None, tensor):
                 self.start_up, self.lateness = self.lateness, Lateness()
                 self._reset()
-                self.step_totals.begin()
             else:
                 self._close(time, times)
             self._opening = None

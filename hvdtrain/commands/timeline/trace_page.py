@@ -16,7 +16,6 @@ from hvdtrain.commands.timeline.analyse import Analysis, Recorder
 from hvdtrain.commands.timeline.events import COMMUNICATING, KINDS, STATES, WAITING
 from hvdtrain.commands.timeline.facts import TimelineFacts
 from hvdtrain.system.output import page
-from hvdtrain.system.output.tables import Table
 from hvdtrain.system.output.text import printable
 
 WEB = Path(__file__).with_name("web")
@@ -30,6 +29,11 @@ def render(facts: TimelineFacts, analysis: Analysis, recorder: Recorder) -> str:
     """Return the text of the page."""
     columns = [[round(v) for v in row] for row in analysis.history.columns(analysis.times)]
     width = analysis.history.width
+    tables = [report.states(facts)]
+    tables += [report.lateness(facts)] if facts.lateness.recorded else []
+    tables += [report.phases(facts)]
+    tables += [report.operations(facts)] if facts.operations else []
+    tables += [report.tensors(facts, ROWS)]
     return page.render(
         WEB / "page.html",
         subject=printable(facts.file.path),
@@ -38,20 +42,12 @@ def render(facts: TimelineFacts, analysis: Analysis, recorder: Recorder) -> str:
         code=Markup("\n".join((WEB / name).read_text() for name in SCRIPTS)),
         picture=picture(columns, width, facts.seconds),
         ticks=ticks(facts.file.begin, facts.seconds),
-        tables=_tables(facts),
+        tables=tables,
         slowest=report.slowest(facts),
         cycles=report.cycles(facts),
         unseen=report.UNSEEN,
         data={**data(facts, recorder), "history": {"width": width, "rows": columns}},
     )
-
-
-def _tables(facts: TimelineFacts) -> list[Table]:
-    tables = [report.states(facts)]
-    tables += [report.lateness(facts)] if facts.lateness.recorded else []
-    tables += [report.phases(facts)]
-    tables += [report.operations(facts)] if facts.operations else []
-    return [*tables, report.tensors(facts, ROWS)]
 
 
 def data(facts: TimelineFacts, recorder: Recorder) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,18 +65,16 @@ class Options:
     diff: Path | None = optional("second timeline to compare with, by phase", Path, metavar="OTHER")
 
 
-def _check_page(page: Path, inputs: Sequence[Path | None]) -> None:
-    """Raise ``UsageError`` if the page would replace a file that is read."""
-    if page.exists() and any(path and path.exists() and path.samefile(page) for path in inputs):
-        raise UsageError(f"--html {page}: is a file to read; specify another for the page")
-
-
 def run_verb(options: Options) -> Report:
     """Run the command and return its report."""
     span = options.slice
     if options.html:
         check_installed("--html")
-        _check_page(options.html, [options.file, options.diff])
+        read = [path for path in (options.file, options.diff) if path and path.exists()]
+        if options.html.exists() and any(path.samefile(options.html) for path in read):
+            raise UsageError(
+                f"--html {options.html}: is a file to read; specify another for the page"
+            )
     recorder = Recorder() if options.html else None
     with terminal.working(f"reading {printable(options.file)}"):
         facts, analysis = analyse(options.file, span, recorder)
