@@ -1,6 +1,6 @@
 """Steps 4, 6, 7 and 8 for Keras: callbacks of ``model.fit``, the same on all ranks.
 
-Each prepares its model (``data.py``): any Horovod script has at least
+Each prepares its model (``model.py``): any Horovod script has at least
 ``BroadcastGlobalVariablesCallback``.
 """
 
@@ -19,14 +19,8 @@ from typing_extensions import override
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import data as shards
 from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
-from hvdtrain.keras.data import (
-    Logs,
-    ModelCallback,
-    first_sum,
-    is_built,
-    note_samples,
-    step_sums,
-)
+from hvdtrain.keras.data import Logs
+from hvdtrain.keras.model import ModelCallback, first_sum, is_built, note_samples, step_sums
 from hvdtrain.keras.optimizer import check_root
 from hvdtrain.steps.checkpoint_files import Arrays
 

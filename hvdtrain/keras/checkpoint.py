@@ -23,8 +23,8 @@ from hvdtrain.adapters.preemption import Preemption
 from hvdtrain.adapters.save import Save
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
 from hvdtrain.keras import data as shards
-from hvdtrain.keras.data import (
-    Logs,
+from hvdtrain.keras.data import EpochProgress, Logs
+from hvdtrain.keras.model import (
     ModelCallback,
     first_sum,
     is_built,
@@ -33,7 +33,6 @@ from hvdtrain.keras.data import (
     step_sum,
     step_sums,
 )
-from hvdtrain.keras.epoch_progress import EpochProgress
 from hvdtrain.steps.checkpoint_files import DAMAGE, flush
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import agreed, leave_preempted, process_status

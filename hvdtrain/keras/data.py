@@ -1,27 +1,17 @@
-"""Step 3 for Keras: this rank's part of every global batch, and models that weight it.
-
-Every callback of this package prepares its model, before its step is traced.
-"""
+"""Step 3 for Keras: this rank's part of every global batch, and the position within an epoch."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import keras
 import numpy as np
 import tensorflow as tf
-from typing_extensions import override
 
-from hvdtrain.adapters.tensorflow import batchnorm
-from hvdtrain.adapters.tensorflow.buckets import distribute, reduction_of, undistribute
+from hvdtrain.adapters.base import JsonValues
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
-from hvdtrain.keras.optimizer import StepSum, counted
 from hvdtrain.steps.sharding import Shards, bounds
 from hvdtrain.steps.world import World
 
@@ -121,58 +111,12 @@ def begin_at(samples: int, consumed: int) -> int | None:
     return numbers.pop()
 
 
-def drawn_last() -> _Order | None:
-    """Return the order drawn from last in this epoch; None: none of ``shard``."""
-    return _last() if _last else None
-
-
 def left_out() -> int:
     """Return the number of batches that the current epoch of ``fit`` leaves out at its beginning.
 
     Callbacks are called for them, but the model does not change.
     """
     return _left_out
-
-
-def leave_out(model: Any, number: int, rest: int, logs: Logs) -> Callable[[], None]:
-    """Make ``fit`` draw the next ``number`` batches without training on them, and return ``logs``.
-
-    The last ``rest`` of them begin an execution that trains on its other batches. Call the result
-    at the end of the epoch: it restores the model's train function if that has not happened yet.
-    """
-    global _left_out
-    _left_out = number - rest
-    original, left, several = model.train_function, number, model.steps_per_execution
-
-    def restore() -> None:
-        if model.train_function is train_function:
-            model.train_function = original
-
-    def train_function(iterator: Any) -> Any:
-        nonlocal left
-        drawn = min(left, several)
-        for _ in range(drawn):
-            next(iterator)
-        left -= drawn
-        if left == 0:
-            restore()
-        if left or not rest:
-            return logs
-        model.steps_per_execution = several - rest
-        model.make_train_function(force=True)
-        try:
-            return model.train_function(iterator)
-        finally:
-            model.train_function, model.steps_per_execution = original, several
-
-    def end() -> None:
-        global _left_out
-        _left_out = 0
-        restore()
-
-    if number:
-        model.train_function = train_function
-    return end
 
 
 class _Order:
@@ -224,259 +168,104 @@ def _cut(world: World) -> Callable[..., Any]:
     return part
 
 
-def prepare(model: Any) -> None:
-    """Turn off XLA, agree on overflows, and weight each batch by its samples.
+class EpochProgress:
+    """The completed batches of an epoch of ``fit``.
 
-    XLA does not support Horovod. A loss-scale optimizer that ``compile`` has wrapped around the
-    distributed one would check one rank's gradients for overflows; it must check their sum, so it
-    becomes the distributed optimizer.
-    """
-    if session.adapter().world.size == 1:
-        return
-    for optimizer in _optimizers(model):
-        inner = getattr(optimizer, "inner_optimizer", None)
-        reduction = reduction_of(inner)
-        if isinstance(reduction, StepSum):
-            undistribute(inner)
-            distribute(optimizer, reduction)
-            reduction.optimizer = optimizer
-    if model.jit_compile:
-        model.jit_compile = False
-        model.train_function = None
-    if not hasattr(model.train_step, "seen"):
-        with tf.device("/CPU:0"):
-            seen = tf.Variable(0, dtype=tf.int64, trainable=False, name="seen")
-        model.train_step = _counting(model, model.train_step, seen)
-        model.test_step = _weighing(model, model.test_step, seen)
-        model.train_function = model.test_function = None
+    Args:
+        model: the model that is trained.
+        steps: number of batches of the epoch; None: unknown.
 
-
-def _optimizers(model: Any) -> list[Any]:
-    """Return the optimizers of a model: the compiled one, and those of a train step of its own.
-
-    These are attributes of it or its layers. With Keras's step a layer may be a compiled model.
-    """
-    compiled = getattr(model, "optimizer", None)
-    step = getattr(model.train_step, "__wrapped__", model.train_step)
-    if getattr(step, "__func__", None) is keras.Model.train_step:
-        return [compiled] if compiled else []
-    attributes = [value for layer in model._flatten_layers() for value in vars(layer).values()]
-    several = [value for value in attributes if isinstance(value, (list, tuple))]
-    several += [list(value.values()) for value in attributes if isinstance(value, dict)]
-    values = [compiled, *attributes, *itertools.chain(*several)]
-    return [value for value in values if isinstance(value, keras.optimizers.Optimizer)]
-
-
-def step_sums(model: Any) -> list[StepSum]:
-    """Return the gradient sums of a model's optimizers, that of the compiled one first."""
-    reductions = map(step_sum, _optimizers(model))
-    return list(dict.fromkeys(reduction for reduction in reductions if reduction))
-
-
-def step_sum(optimizer: Any) -> StepSum | None:
-    """Return the gradient sum of a model's optimizer; None if it is not distributed."""
-    # Before ``prepare`` a loss-scale optimizer may wrap the distributed one.
-    reduction = reduction_of(optimizer) or reduction_of(getattr(optimizer, "inner_optimizer", None))
-    return reduction if isinstance(reduction, StepSum) else None
-
-
-def first_sum(model: Any) -> StepSum | None:
-    """Return the gradient sum that stands for a model; None if its optimizer is not distributed."""
-    return next(iter(step_sums(model)), None)
-
-
-def rate_of(optimizer: Any) -> Any:
-    """Return the variable of the learning rate; None if it is a schedule's.
-
-    A loss-scale optimizer has one, too, which is 0 and unused.
-    """
-    rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
-    return rate if isinstance(rate, keras.Variable) else None
-
-
-def learning_rate(optimizer: Any) -> float | None:
-    """Return the learning rate; None if it is a schedule's."""
-    rate = rate_of(optimizer)
-    return None if rate is None else float(rate)
-
-
-class ModelCallback(keras.callbacks.Callback):
-    """A callback that prepares its model, and sets the epoch of the shards."""
-
-    @override
-    def set_model(self, model: Any) -> None:
-        super().set_model(model)
-        self.adapter = session.adapter()
-        prepare(model)
-
-    @override
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        # Not Keras's own method: so it calls all callbacks in the thread of ``fit``.
-        super().on_train_batch_end(batch, logs)
-
-    @override
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        super().on_epoch_begin(epoch, logs)
-        begin_epoch(epoch)
-        history, reduction = self.model.history, first_sum(self.model)
-        if reduction and self.adapter.world.size > 1:
-            if not isinstance(history, AgreedStop):  # it may be of a class of the user
-                kind = type(history)
-                history.__class__ = type(kind.__name__, (AgreedStop, kind), {})
-            history.stop = reduction.stop
-            reduction.stop.assign([0.0, 0.0])
-
-
-class AgreedStop(keras.callbacks.History):
-    """Stop ``fit`` on all ranks after the same batch, if a callback of any rank wants to.
-
-    The wish is summed with the samples of the next batch, or at the end of the epoch. ``History``
-    is the callback that is called last.
+    Attributes:
+        batch: number of completed batches, including those that are left out.
     """
 
-    stop: Any  # of a ``StepSum``
+    def __init__(self, model: Any, steps: int | None) -> None:
+        self.model, self.steps = model, steps
+        self.batch = 0
+        self._order: Any = None  # from which the epoch's batches are drawn; None: not of ``shard``
+        self._logs: Logs = None
+        self._restore: Callable[[], None] = lambda: None  # the model's train function
 
-    @override
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        super().on_train_batch_end(batch, logs)
-        wanted, agreed = self.stop.numpy()
-        if self.model.stop_training and not wanted:
-            self.stop.assign([1.0, agreed])
-        self.model.stop_training = bool(agreed)
+    def resume(self, state: JsonValues, size: int) -> None:
+        """Leave out the completed batches of a checkpoint with this ``state``; ``size``: of ranks.
 
-    @override
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        super().on_epoch_end(epoch, logs)
-        wanted = np.array([float(self.model.stop_training or self.stop.numpy()[0])])
-        with session.adapter().waits.during("fit"):
-            self.model.stop_training = bool(session.adapter().communicator.sum(wanted)[0])
+        They are drawn but not trained on, and callbacks see the saved logs for them. Batches of
+        ``shard`` are counted in samples, so they are exact on any number of ranks.
+        """
+        self.batch = done = self._completed(state["of_epoch"], state["world_size"], size)
+        rest = 0 if done == self.steps else done % self.model.steps_per_execution
+        self._logs = state["of_epoch"]["logs"]
+        self._leave_out(done, rest)
 
-    @override
-    def on_train_end(self, logs: Logs = None) -> None:
-        super().on_train_end(logs)
-        history: Any = self
-        history.__class__ = type(self).__bases__[1]  # the one that ``fit`` returns, as it was
-        del history.stop
+    def _leave_out(self, number: int, rest: int) -> None:
+        """Make ``fit`` draw the next ``number`` batches without training on them.
 
+        The last ``rest`` of them begin an execution that trains on its other batches.
+        """
+        global _left_out
+        _left_out = number - rest
+        model, logs, left = self.model, self._logs, number
+        original, several = model.train_function, model.steps_per_execution
 
-def note_samples(reduction: StepSum | None) -> None:
-    """Set the adapter's count of samples trained on, the weight of this rank's statistics."""
-    if reduction:
-        reduction.adapter.samples_seen = int(reduction.samples.numpy())
+        def restore() -> None:
+            if model.train_function is train_function:
+                model.train_function = original
 
+        def train_function(iterator: Any) -> Any:
+            nonlocal left
+            drawn = min(left, several)
+            for _ in range(drawn):
+                next(iterator)
+            left -= drawn
+            if left == 0:
+                restore()
+            if left or not rest:
+                return logs
+            model.steps_per_execution = several - rest
+            model.make_train_function(force=True)
+            try:
+                return model.train_function(iterator)
+            finally:
+                model.train_function, model.steps_per_execution = original, several
 
-def is_built(model: Any) -> bool:
-    """Return whether a model has its variables; one with only a train step is never called."""
-    if model.built or type(model).call is not keras.Model.call:
-        return bool(model.built)
-    return all(layer.built for layer in model._flatten_layers(include_self=False))
+        self._restore = restore
+        if number:
+            model.train_function = train_function
 
+    def _completed(self, saved: JsonValues, before: int, size: int) -> int:
+        """Return the number of completed batches, in batches of the current size.
 
-def _counting(model: Any, original: Any, seen: Any) -> Any:
-    """Return a ``train_step`` that exchanges the sample counts of the ranks' batches."""
+        ``before`` and ``size`` are the numbers of ranks then and now.
+        """
+        batches = begin_at(*saved["drawn"]) if saved["drawn"] else None
+        if batches is not None:
+            return batches
+        if self.steps and saved["steps"]:  # the same share of the epoch, whatever the batch size
+            completed = round(saved["batch"] * self.steps / saved["steps"])
+            return min(completed, self.steps - 1)  # one is left for the metrics
+        return int(saved["batch"]) * before // size  # as batches of a fixed size per rank
 
-    @functools.wraps(original)
-    def train_step(data: Any) -> Any:
-        reductions = step_sums(model)
-        if not is_built(model):  # variables created in a trace would be initialized too late
-            if type(model).call is keras.Model.call:
-                raise UsageError("build the layers of the model first: it has only a train_step")
-            x = keras.utils.unpack_x_y_sample_weight(data)[0]
-            with tf.init_scope():
-                model(tf.nest.map_structure(_symbol, x))
-            for reduction in reductions:
-                reduction.begin()
-        count = _count(data)
-        seen.assign_add(tf.cast(count, tf.int64))
-        with counted(reductions, count) as share, _means_weighted(share), _uncounted(model, count):
-            return original(_filled(data, count))
+    def note(self, batch: int, logs: Logs) -> None:
+        """Record that ``batch``, counted from 0, is completed; call it after each one."""
+        self._order = self._order or (_last() if _last else None)  # later: the validation's
+        self.batch = min(batch + 1, self.steps or batch + 1)  # the last execution may have fewer
+        self._logs = logs
 
-    train_step.seen = seen  # type: ignore[attr-defined]
-    return train_step
+    def values(self) -> JsonValues:
+        """Return the JSON values from which ``resume`` continues; empty: from the beginning."""
+        if not self.batch:
+            return {}
+        order, logs = self._order, self._logs or {}
+        return {
+            "batch": self.batch,
+            "steps": self.steps,
+            "drawn": order and [order.shards.samples, order.consumed(self.batch)],
+            "logs": {name: value for name, value in logs.items() if type(value) is float},
+        }
 
-
-def _weighing(model: Any, original: Any, seen: Any) -> Any:
-    """Return a ``test_step`` whose means are over samples, not over batches."""
-
-    @functools.wraps(original)
-    def test_step(data: Any) -> Any:
-        count = _count(data)
-        seen.assign_add(tf.cast(count, tf.int64))
-        with _means_weighted(tf.cast(count, tf.float64)), _uncounted(model, count):
-            return original(_filled(data, count))
-
-    return test_step
-
-
-def _count(data: Any) -> Any:
-    """Return the number of samples of a batch."""
-    return tf.shape(next(tensor for tensor in tf.nest.flatten(data) if tensor is not None))[0]
-
-
-def _symbol(tensor: Any) -> Any:
-    """Return an input like ``tensor`` for a call that only builds the model."""
-    if tensor is None:
-        return None
-    return keras.KerasTensor(
-        (None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype)
-    )
-
-
-def _filled(data: Any, count: Any) -> Any:
-    """Return a batch of ``count`` samples; of none, a stand-in: one sample of zeros."""
-
-    def filled(tensor: Any) -> Any:
-        if tensor is None or tensor.shape[0] or isinstance(tensor, tf.RaggedTensor):
-            return tensor  # a batch that is never empty, or a kind without zeros
-        sizes = zip(tensor.shape[1:], tf.unstack(tf.shape(tensor, tf.int64))[1:], strict=True)
-        shape = [now if size is None else size for size, now in sizes]
-        if isinstance(tensor, tf.SparseTensor):
-            shape = [tf.cast(tf.maximum(count, 1), tf.int64), *shape]
-            return tf.SparseTensor(tensor.indices, tensor.values, shape)
-        zeros = tf.zeros([1, *shape], tensor.dtype)
-        return tf.cond(count > 0, lambda: tensor, lambda: zeros)
-
-    return tf.nest.map_structure(filled, data)
-
-
-@contextmanager
-def _uncounted(model: Any, count: Any) -> Iterator[None]:
-    """Keep metrics and running statistics of BatchNorm as they are if ``count`` is 0.
-
-    Within the block, since a model may create them only in its first step.
-    """
-    original = keras.Variable.assign
-
-    def assign(self: Any, value: Any) -> Any:
-        kept = [] if self.trainable else [*model.metrics_variables, *batchnorm.statistics(model)]
-        if any(self is variable for variable in kept):
-            value = keras.ops.where(count > 0, keras.ops.convert_to_tensor(value, self.dtype), self)
-        return original(self, value)
-
-    keras.Variable.assign = assign
-    try:
-        yield
-    finally:
-        keras.Variable.assign = original
-
-
-@contextmanager
-def _means_weighted(weight: Any) -> Iterator[None]:
-    """Weight means of values of a whole batch, e.g. losses of outputs, by ``weight``.
-
-    Within the block, since a model may create them only in its first step.
-    """
-    original = keras.metrics.Mean.update_state
-
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> None:
-        value = keras.ops.convert_to_tensor(values)
-        if value.shape.rank == 0:
-            values = tf.where(weight > 0, value, tf.zeros_like(value))
-            sample_weight = weight if sample_weight is None else sample_weight
-        original(self, values, sample_weight)
-
-    keras.metrics.Mean.update_state = update_state
-    try:
-        yield
-    finally:
-        keras.metrics.Mean.update_state = original
+    def end(self) -> None:
+        """End the epoch."""
+        global _left_out
+        _left_out = 0
+        self._restore()
+        self.batch = 0

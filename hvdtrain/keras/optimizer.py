@@ -1,7 +1,7 @@
 """Step 5 for Keras: ``DistributedOptimizer``, and the sum of gradients weighted by samples.
 
 The weight of a rank in a step is its share of the samples of the global batch, counted in that step
-(``counted``, which ``data.py`` wraps around ``train_step``): so the means over the ranks'
+(``counted``, which ``model.py`` wraps around ``train_step``): so the means over the ranks'
 batches become the mean over all samples, including uneven and empty batches. In a custom training
 loop, in which samples are not counted, all ranks have the same weight.
 """
