@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.pack.packing import Packing, problems
+from hvdtrain.commands.pack.packing import Packing
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.config.declare import argument
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.output import Report
+from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural, size
 from hvdtrain.workloads.data.coco import SPLITS
@@ -76,10 +78,22 @@ def _check(out: Path, workers: int) -> Report:
     """Check the packed data in ``out``."""
     if not is_packed(out):
         raise UsageError(f"{out} has no packed data (see hvdtrain pack --help)")
-    bad = problems(out, workers)
-    pack = Pack(out, complete=False)
+    pack, bad, done = Pack(out, complete=False), [], 0
+    shards = pack.contents.shards
+    total = sum(shard.size for shard in shards)
+    try:
+        pack.check_index()
+    except UsageError as error:
+        bad.append(str(error))
+    with ThreadPoolExecutor(workers) as pool, Display() as display:
+        display.stage(f"reading {plural(len(shards), 'shard')}, {size(total)}")
+        problems = pool.map(pack.problem, range(len(shards)))
+        for shard, problem in zip(shards, problems, strict=True):
+            done += shard.size
+            display.show(f"read {size(done)} of {size(total)}", done / max(1, total))
+            bad += [f"{out / shard.name}: {problem}"] if problem else []
     facts = {"ok": not bad, **_facts(pack), "problems": bad}
-    text = f"{out}: {plural(len(pack.contents.shards), 'shard')}, {size(facts['bytes'])}"
+    text = f"{out}: {plural(len(shards), 'shard')}, {size(total)}"
     if bad:
         lines = [*bad, f"{text}: {len(bad)} bad; copy them again, or remove {out} and repack"]
         return Report("\n".join(map(message, lines)), facts, EXIT_FAILURE)

@@ -18,6 +18,7 @@ import json
 import mmap
 import os
 import re
+import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
@@ -29,7 +30,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system.files import MAX_READ
+from hvdtrain.system.files import MAX_READ, file_digest
 from hvdtrain.system.folder import Folder
 
 INDEX = "index.safetensors"
@@ -94,16 +95,25 @@ class PackIndex:
         Raises:
             OSError: the index cannot be written.
         """
-        arrays = {
+        header = asdict(self) | {"version": VERSION, "splits": list(self.splits)}
+        header["arrays"] = self.digest()
+        # One entry: the library does not preserve the order of several.
+        data = safetensors.numpy.save(self._arrays(), {"hvdtrain": json.dumps(header)})
+        folder.replace(INDEX, data)
+
+    def digest(self) -> str:
+        """Return the digest of the arrays."""
+        digest = hashlib.sha256()
+        for _, array in sorted(self._arrays().items()):
+            digest.update(array.data)
+        return digest.hexdigest()
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        return {
             f"{name}.{field}": np.ascontiguousarray(array)
             for name, split in self.splits.items()
             for field, array in vars(split).items()
         }
-        header = asdict(self) | {"version": VERSION, "splits": list(self.splits)}
-        header["arrays"] = _digest(arrays)
-        # One entry: the library does not preserve the order of several.
-        data = safetensors.numpy.save(arrays, {"hvdtrain": json.dumps(header)})
-        folder.replace(INDEX, data)
 
 
 class _Metadata(msgspec.Struct):
@@ -118,13 +128,6 @@ class _Metadata(msgspec.Struct):
     resize: int
     source: str
     arrays: str  # their digest
-
-
-def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        digest.update(arrays[name].data)
-    return digest.hexdigest()
 
 
 def is_packed(folder: Path) -> bool:
@@ -153,7 +156,7 @@ class Pack:
 
     def __init__(self, folder: Path, *, complete: bool = True) -> None:
         self.folder = folder
-        self.contents, self._digests = _load(folder)
+        self.contents, self._digest = _load(folder)
         for shard in self.contents.shards if complete else ():
             self._check(shard)
 
@@ -175,9 +178,34 @@ class Pack:
         Raises:
             UsageError: the digest differs.
         """
-        stored, arrays = self._digests
-        if _digest(arrays) != stored:
+        if self.contents.digest() != self._digest:
             raise _damaged(self.folder / INDEX, "its checksum differs")
+
+    def problem(self, number: int) -> str | None:
+        """Return the problem of shard ``number``; None: every byte is unchanged."""
+        contents, shard = self.contents, self.contents.shards[number]
+        path = self.folder / shard.name
+        try:
+            if (size := path.stat().st_size) != shard.size:
+                return f"{size:,} bytes instead of {shard.size:,}"
+            if file_digest(path, "sha256") != shard.sha256:
+                return "its SHA-256 differs from that in the index"
+            with tarfile.open(path, "r:") as tar:
+                members = {member.name: (member.offset_data, member.size) for member in tar}
+        except OSError as error:
+            return error.strerror or str(error)
+        except tarfile.TarError as error:
+            return str(error)
+        expected = {name: file for name, file in contents.files.items() if file.shard == number}
+        for split in contents.splits.values():
+            paths = split.names.tobytes().split(b"\0")
+            for index in np.flatnonzero(split.shard == number).tolist():
+                name = f"{key(index)}{suffix(os.fsdecode(paths[index]))}"
+                expected[name] = split.member(index)
+        for name, file in expected.items():
+            if members.get(name) != (file.offset, file.size):
+                return f"{name} is not at its position in the index"
+        return None
 
     def read(self, member: Member) -> bytes:
         """Return the bytes of ``member``.
@@ -231,8 +259,8 @@ def _damaged(path: Path, reason: object) -> UsageError:
     )
 
 
-def _load(folder: Path) -> tuple[PackIndex, tuple[str, dict[str, NDArray[Any]]]]:
-    """Read an index; return its contents, the stored digest of its arrays, and the arrays.
+def _load(folder: Path) -> tuple[PackIndex, str]:
+    """Read an index; return it, and the stored digest of its arrays.
 
     Raises:
         UsageError: the index is damaged, or of another version.
@@ -240,46 +268,36 @@ def _load(folder: Path) -> tuple[PackIndex, tuple[str, dict[str, NDArray[Any]]]]
     path = folder / INDEX
     try:
         with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        length = int.from_bytes(data[:8], "little")
-        if length > MAX_READ:
-            raise ValueError(f"a header of {length:,} bytes")
-        header = json.loads(data[8 : 8 + length])
-        values = json.loads(header.pop("__metadata__")["hvdtrain"])
-        version = values["version"]
+            return _parse(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except _WRONG as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
-    if version != VERSION:
+
+
+def _parse(path: Path, data: mmap.mmap) -> tuple[PackIndex, str]:
+    length = int.from_bytes(data[:8], "little")
+    if length > MAX_READ:
+        raise ValueError(f"a header of {length:,} bytes")
+    header = json.loads(data[8 : 8 + length])
+    values = json.loads(header.pop("__metadata__")["hvdtrain"])
+    if (version := values["version"]) != VERSION:
         raise UsageError(
             f"{path} is of version {version}, and this hvdtrain knows version {VERSION}: pack the "
             "data with this one, or use the one that packed it"
         )
-    try:
-        arrays = {}
-        for name, entry in header.items():
-            start = 8 + length + entry["data_offsets"][0]
-            arrays[name] = np.frombuffer(data, TYPES[entry["dtype"]], entry["shape"][0], start)
-        fields = Split.__dataclass_fields__
-        metadata = msgspec.convert(values, _Metadata)
-        contents = PackIndex(
-            kind=metadata.kind,
-            shards=metadata.shards,
-            splits={
-                name: Split(*(arrays[f"{name}.{field}"] for field in fields))
-                for name in metadata.splits
-            },
-            files=metadata.files,
-            classes=metadata.classes,
-            resize=metadata.resize,
-            source=metadata.source,
-        )
-        if wrong := [shard.name for shard in contents.shards if not _NAME.fullmatch(shard.name)]:
-            raise ValueError(f"{wrong[0]!r} is not the name of a shard")
-    except _WRONG as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
-    return contents, (metadata.arrays, arrays)
+    metadata, arrays = msgspec.convert(values, _Metadata), {}
+    for name, entry in header.items():
+        start = 8 + length + entry["data_offsets"][0]
+        arrays[name] = np.frombuffer(data, TYPES[entry["dtype"]], entry["shape"][0], start)
+    if wrong := [shard.name for shard in metadata.shards if not _NAME.fullmatch(shard.name)]:
+        raise ValueError(f"{wrong[0]!r} is not the name of a shard")
+    splits = {
+        name: Split(*(arrays[f"{name}.{field}"] for field in Split.__dataclass_fields__))
+        for name in metadata.splits
+    }
+    known = {name: getattr(metadata, name) for name in PackIndex.__dataclass_fields__}
+    return PackIndex(**{**known, "splits": splits}), metadata.arrays
 
 
 def key(number: int) -> str:
