@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from hvdtrain.commands.install_horovod import proof_program, recipe
+from hvdtrain.commands.install_horovod import recipe
 from hvdtrain.commands.install_horovod.recipe import BuildTarget, Workshop
 from hvdtrain.commands.install_horovod.toolchain import BuildMpi, Toolchain
-from hvdtrain.commands.install_horovod.wheel_cache import CachedWheel, WheelCache, file_hash
+from hvdtrain.commands.install_horovod.wheel_cache import CachedWheel, WheelCache
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.system.files import replacing
+from hvdtrain.system.files import file_digest, replacing
 from hvdtrain.system.output.stderr import Display
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, run
@@ -203,7 +203,7 @@ class Build:
             )
         if stage == "download":
             fetched = self.workshop.scratch / recipe.HOROVOD_ARCHIVE
-            if file_hash(fetched) != recipe.HOROVOD_SHA256:
+            if file_digest(fetched, "sha256") != recipe.HOROVOD_SHA256:
                 raise HvdtrainError(f"{fetched.name} is not the released archive: its hash differs")
             self.cache.archive.parent.mkdir(exist_ok=True)
             fetched.rename(self.cache.archive)
@@ -263,6 +263,7 @@ def remedy_for(line: str) -> str:
     return next((remedy for text, remedy in _REMEDIES if re.search(text, line, re.I)), default)
 
 
+PROOF = Path(__file__).with_name("proof_program.py")  # run by its path: see there
 RANKS = 2
 TIMEOUT = 180.0  # seconds; TensorFlow's import takes half a minute from an uncached shared disk
 
@@ -282,7 +283,7 @@ def proof_command(
     if mpi.identity.startswith("Open MPI"):
         options += ("--oversubscribe",)
         changes |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    program = (str(python), "-P", proof_program.__file__, framework, str(RANKS), str(folder))
+    program = (str(python), "-P", str(PROOF), framework, str(RANKS), str(folder))
     return Command((str(mpi.mpirun), *options, *program), changes)
 
 

@@ -60,18 +60,13 @@ def run_verb(options: Options) -> Report:
         options = replace(options, cuda_arch=environ.get("HOROVOD_BUILD_CUDA_CC_LIST", ""))
     plan = make_plan(toolchain, options)
     if plan.problems:
-        return _refusal(plan)
+        lines = [*rows_of(plan), "", "Horovod cannot be built here:"]
+        lines += [entry("  - ", str(problem)) for problem in plan.problems]
+        problems = [{"what": p.cause, "remedy": p.remedy} for p in plan.problems]
+        return Report("\n".join(lines), {"ok": False, "problems": problems}, EXIT_USAGE)
     cache = WheelCache(cache_root(environ))
     session = Session(toolchain, plan, cache, environ, rebuild=options.rebuild)
     return session.dry_run() if options.dry_run else session.install()
-
-
-def _refusal(plan: BuildPlan) -> Report:
-    """Return the report of a build with problems."""
-    lines = [*rows_of(plan), "", "Horovod cannot be built here:"]
-    lines += [entry("  - ", str(problem)) for problem in plan.problems]
-    problems = [{"what": p.cause, "remedy": p.remedy} for p in plan.problems]
-    return Report("\n".join(lines), {"ok": False, "problems": problems}, EXIT_USAGE)
 
 
 def rows_of(plan: BuildPlan) -> list[str]:

@@ -12,7 +12,6 @@ What is complete is renamed to its final name, so a reader never sees a part of 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import shutil
@@ -23,16 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.install_horovod.recipe import HOROVOD_ARCHIVE, HOROVOD_SHA256
-from hvdtrain.system.files import lock
+from hvdtrain.system.files import file_digest, lock
 from hvdtrain.system.folder import Folder
 
 log = logging.getLogger(__name__)
-
-
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class WheelCache:
 
     def has_archive(self) -> bool:
         """Return whether the released archive is cached."""
-        return self.archive.is_file() and file_hash(self.archive) == HOROVOD_SHA256
+        return self.archive.is_file() and file_digest(self.archive, "sha256") == HOROVOD_SHA256
 
     def build_root(self, key: str) -> Path:
         """Return the directory in which the wheel ``key`` is built."""
@@ -77,7 +70,7 @@ class WheelCache:
         try:
             record = json.loads((directory / "build.json").read_text())
             wheel = CachedWheel(directory / record["wheel"], record["sha256"], record["facts"])
-            if file_hash(wheel.path) == wheel.sha256:
+            if file_digest(wheel.path, "sha256") == wheel.sha256:
                 return wheel
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -89,9 +82,10 @@ class WheelCache:
         new, directory = self.build_root(key) / "new", self.root / "wheels" / key
         new.mkdir(parents=True)
         shutil.copyfile(built, new / built.name)
-        record = {"wheel": built.name, "sha256": file_hash(new / built.name), "facts": facts}
+        sha256 = file_digest(new / built.name, "sha256")
+        record = {"wheel": built.name, "sha256": sha256, "facts": facts}
         (new / "build.json").write_text(json.dumps(record, indent=1, sort_keys=True))
         shutil.rmtree(directory, ignore_errors=True)
         directory.parent.mkdir(exist_ok=True)
         new.rename(directory)
-        return CachedWheel(directory / built.name, str(record["sha256"]), facts)
+        return CachedWheel(directory / built.name, sha256, facts)

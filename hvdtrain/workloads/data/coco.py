@@ -39,6 +39,12 @@ class Annotation(msgspec.Struct):
     area: float | None = None  # None only in a file
     iscrowd: int | bool | None = None
 
+    def __post_init__(self) -> None:
+        """Complete an annotation of a file."""
+        if self.area is None:
+            self.area = self.bbox[2] * self.bbox[3]
+        self.iscrowd = int(self.iscrowd or 0)
+
 
 @dataclass(frozen=True)
 class Coco:
@@ -172,40 +178,32 @@ def _parse(content: bytes, split: str) -> tuple[list[str], dict[str, Any]]:
     for kind, numbers in (("image", ids), ("category", known)):
         if twice := [number for number, after in itertools.pairwise(numbers) if number == after]:
             raise ValueError(f"two of the {kind} id {twice[0]}")
-    index_of, label = ({number: at for at, number in enumerate(row)} for row in (ids, known))
-    of_image: list[list[Annotation]] = [[] for _ in ids]
-    unlisted = 0
-    for entry in file.annotations:
-        if (at := index_of.get(entry.image_id)) is None:
-            unlisted += 1
-            continue
+    label = {number: at for at, number in enumerate(known)}
+    of_image: dict[int, list[Annotation]] = {number: [] for number in ids}
+    listed = [entry for entry in file.annotations if entry.image_id in of_image]
+    for entry in listed:
         if entry.category_id not in label:
             raise ValueError(f"image id {entry.image_id} has a category id that is not listed")
-        if entry.area is None:
-            entry.area = entry.bbox[2] * entry.bbox[3]
-        entry.iscrowd = int(entry.iscrowd or 0)
-        of_image[at].append(entry)
-    sizes = np.array([(image.width, image.height) for image in images], np.int64).reshape(-1, 2)
-    boxes, labels, counts, odd = [], [], [], 0
-    for size, entries in zip(sizes, of_image, strict=True):
-        whole = [entry for entry in entries if not entry.iscrowd]
-        clipped, has_area = _clip([entry.bbox for entry in whole], size)
+        of_image[entry.image_id].append(entry)
+    boxes, labels, counts = [], [], []
+    for image in images:
+        whole = [entry for entry in of_image[image.id] if not entry.iscrowd]
+        clipped, has_area = _clip([e.bbox for e in whole], (image.width, image.height))
         boxes.append(clipped[has_area])
-        labels += [
-            label[entry.category_id] for entry, keep in zip(whole, has_area, strict=True) if keep
-        ]
+        labels += [label[whole[at].category_id] for at in np.flatnonzero(has_area)]
         counts.append(int(has_area.sum()))
-        odd += len(whole) - counts[-1]
-    left_out = {"outside their image or without area": odd, "of an image not listed": unlisted}
+    odd = sum(not entry.iscrowd for entry in listed) - len(labels)
+    foreign = len(file.annotations) - len(listed)
+    left_out = {"outside their image or without area": odd, "of an image not listed": foreign}
     return [image.file_name for image in images], {
         "ids": np.array(ids, np.int64),
-        "sizes": sizes,
+        "sizes": np.array([(i.width, i.height) for i in images], np.int64).reshape(-1, 2),
         "boxes": np.concatenate([np.zeros((0, 4)), *boxes]),
         "labels": np.array(labels, np.int64),
         "first": np.cumsum([0, *counts]),
         "categories": known,
         "names": [str(category.name) for category in categories],
-        "annotations": [entry for entries in of_image for entry in entries],
+        "annotations": [entry for entries in of_image.values() for entry in entries],
         "notes": tuple(
             f"{split}: skipped {plural(number, 'annotation')} {reason}"
             for reason, number in left_out.items()
@@ -215,7 +213,7 @@ def _parse(content: bytes, split: str) -> tuple[list[str], dict[str, Any]]:
 
 
 def _clip(
-    boxes: Sequence[Sequence[float]], size: NDArray[np.int64]
+    boxes: Sequence[Sequence[float]], size: tuple[int, int]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Return boxes clipped to their image, as corners, and which of them have an area."""
     values = np.array(boxes, np.float64).reshape(-1, 4)
