@@ -116,3 +116,40 @@ class Indexed(Dataset):
     def evaluation(self, batches: Iterable[Indices]) -> Iterator[Batch]:
         for indices in batches:
             yield self.fetch(indices)
+
+
+class InMemoryBase(Indexed):
+    """A dataset in the memory of the device; a subclass is that of a framework.
+
+    Args:
+        images: inputs of the samples, shape (n, ...).
+        labels: targets of the samples, shape (n, ...).
+        device: device of the tensors, as the framework names it.
+        augment: returns the images of a training step; default: those in memory.
+    """
+
+    def __init__(
+        self,
+        images: NDArray[Any],
+        labels: NDArray[Any],
+        device: Any,
+        augment: Augment | None = None,
+    ) -> None:
+        self.device, self.augment = device, augment
+        self.images, self.labels = self.tensor(np.array(images)), self.tensor(np.array(labels))
+        self.samples, self.digest = len(labels), digest_of(labels, images)
+
+    @abstractmethod
+    def tensor(self, array: NDArray[Any]) -> Any:
+        """Return an array as a tensor on the device, which may share its memory."""
+
+    def send(self, array: NDArray[Any]) -> Any:
+        """Return an array of a batch as a tensor on the device, asynchronously if possible."""
+        return self.tensor(array)
+
+    @override
+    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
+        for part, batch in super().training(parts):
+            if self.augment:
+                batch = Batch(self.send(self.augment(part)), batch.y)
+            yield part, batch

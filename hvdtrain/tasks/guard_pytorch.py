@@ -21,7 +21,7 @@ class Guard:
     """Detects gradients that are not finite, and restores the buffers that their update changed.
 
     A fused optimizer makes no update if its ``found_inf`` is 1 (for ``GradScaler``), so nothing
-    synchronizes with the device. Here it stays 1 after the first skipped update, until ``left_out``
+    synchronizes with the device. Here it stays 1 after the first skipped update, until ``skipped``
     is called. ``sum_shards`` is that of the task.
     """
 
@@ -37,8 +37,8 @@ class Guard:
         self._optimizer, self._sum_shards = optimizer, sum_shards
         device = self.parameters[0].device
         self._found_inf, self._one = torch.zeros((), device=device), torch.ones((), device=device)
-        self._left_out: Any = 0  # number of updates on the device, since ``left_out``
-        self._before: list[Tensors] = []  # buffers, before each update since ``left_out``
+        self._skipped: Any = 0  # number of updates on the device, since ``skipped``
+        self._before: list[Tensors] = []  # buffers, before each update since ``skipped``
         if is_fused(optimizer):
             optimizer.register_step_pre_hook(_begin_momentum)  # after those of a strategy
 
@@ -65,12 +65,12 @@ class Guard:
         return True
 
     def defer(self) -> None:
-        """Let the optimizer skip its step, and all until ``left_out``, if a gradient is not finite.
+        """Let the optimizer skip its step, and all until ``skipped``, if a gradient is not finite.
 
         The device is not asked whether one is. All ranks of a sharded model call it.
         """
         self._optimizer.found_inf = self._find_inf().clamp_(max=1)
-        self._left_out = self._left_out + self._found_inf
+        self._skipped = self._skipped + self._found_inf
 
     def _find_inf(self) -> torch.Tensor:
         """Set ``_found_inf`` if a gradient is not finite, and return it.
@@ -97,14 +97,14 @@ class Guard:
             if buffer.is_floating_point() or buffer.is_contiguous():  # expanded: cannot be written
                 buffer.copy_(before)
 
-    def left_out(self) -> int:
+    def skipped(self) -> int:
         """Return the number of skipped last updates; restore the buffers that they changed."""
-        number = int(self._left_out)
+        number = int(self._skipped)
         if number:
             self.restore(number)
         self._before.clear()
         self._found_inf.zero_()
-        self._left_out, self._optimizer.found_inf = 0, None
+        self._skipped, self._optimizer.found_inf = 0, None
         return number
 
 

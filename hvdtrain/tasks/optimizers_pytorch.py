@@ -19,6 +19,7 @@ from hvdtrain.config.options import Options
 
 Tensors = list[torch.Tensor]
 Group = dict[str, Any]  # options of the optimizer, and ``scaled``
+AVERAGE = "ema"  # in the state of a parameter
 
 
 def make_optimizer(
@@ -41,6 +42,47 @@ def make_optimizer(
         return torch.optim.SGD(groups, momentum=momentum, nesterov=options.nesterov, **common)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options.optimizer]
     return kind(groups, **common)
+
+
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Keep an exponential moving average of the weights, from the first update on: ``--ema``.
+
+    After each update it is multiplied by ``decay``, and the weights times 1 - ``decay`` are added;
+    the first update begins it with the weights. Polyak and Juditsky, "Acceleration of Stochastic
+    Approximation by Averaging" (1992), with a decay as in "Rethinking the Inception Architecture"
+    (Szegedy et al., 2016).
+
+    It is part of the optimizer's state, so it is saved, resumed and sharded as that is. Call this
+    before a strategy distributes the optimizer: a strategy that hides the gradients of other ranks'
+    parameters shares the average as well.
+    """
+
+    @torch.no_grad()
+    def update(optimizer: Any, *_: Any) -> None:
+        state = optimizer.state
+        updated = [p for p in _parameters(optimizer) if p.grad is not None]
+        averaged = [p for p in updated if AVERAGE in state[p]]
+        skipped = getattr(optimizer, "found_inf", None)  # of a fused optimizer: no update was made
+        weight = 1 - decay if skipped is None else (1 - decay) * (1 - skipped)
+        averages = locals_of(state[p][AVERAGE] for p in averaged)
+        for average, weights in zip(averages, locals_of(averaged), strict=True):
+            average.lerp_(weights, weight)
+        begun = [p for p in updated if AVERAGE not in state[p]]
+        if begun and not skipped:  # synchronizes with a GPU, but not later
+            for parameter in begun:
+                state[parameter][AVERAGE] = parameter.detach().clone()
+
+    optimizer.register_step_post_hook(update)
+
+
+def averages_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return this rank's part of each weight that has a moving average, and of the average."""
+    averages = [(p, optimizer.state.get(p, {}).get(AVERAGE)) for p in _parameters(optimizer)]
+    return [(local(p.detach()), local(value)) for p, value in averages if value is not None]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class Layerwise(torch.optim.Optimizer):

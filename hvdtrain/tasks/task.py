@@ -1,19 +1,24 @@
-"""The interface of a task to the trainer, implemented by one class per framework."""
+"""A task: model, data, loss and metrics, which a class per framework trains; and its workload."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
+from hvdtrain.tasks.augmented import augmented
 from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Batch, Dataset
-from hvdtrain.tasks.metrics import Consumer, Metric
+from hvdtrain.tasks.metrics import Accuracy, Array, Consumer, Metric
+
+Losses = Callable[[Any, Any], Any]
+"""(output, y) -> the loss of each sample, shape (n,)."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +41,31 @@ class LossScale:
 
 
 class Task(ABC):
-    """A model with its data, optimizer and loss, for one process.
+    """Any network, trained on the mean of a loss, by default a classifier; for one process.
 
-    Attributes:
-        model: the network, of the framework's class.
-        optimizer: the optimizer, of the framework's class.
+    A subclass is a framework. It makes the passes and the update, in its tensors; all else is here.
+
+    Args:
+        model: network of the framework's class, e.g. for images of shape (n, channels, height,
+            width) in PyTorch, (n, height, width, channels) in TensorFlow. A Keras model is built,
+            its weights are of ``weight_dtype(options)``.
+        options: options of the trainer, with every default filled in.
         train: samples to train on.
         test: samples to evaluate on; None: no evaluation.
-        options: options of the task, with every default filled in.
+        scale: factor and offset from stored pixels to the network's input; numbers, or one per
+            channel: in PyTorch a tensor of shape (channels, 1, 1). None: integers of 32 and 64
+            bits, such as token ids, stay as they are, and other samples become floats.
+        losses: function of the network's output and ``y`` that returns the loss of each sample,
+            shape (n,); TensorFlow traces it. Default: the framework's ``cross_entropy``.
         metrics: metrics of an evaluation, in addition to the loss; the first determines the best
-            checkpoint.
-        columns: columns of the file of ``--predict``.
+            checkpoint. Default: accuracy with the default ``losses``, otherwise none.
+        columns: columns of the file of ``--predict``; default: class and probability.
+        channels_last: whether images and convolutions of PyTorch have this memory format, which is
+            faster for images of several channels; the network must use ``reshape`` instead of
+            ``view``. Those of TensorFlow always have it.
+
+    Attributes:
+        optimizer: the optimizer, of the framework's class.
         notes: lines to show before the training.
         decoder: library that decodes the images; empty: the framework does, or there are none.
         speed_only: for a benchmark on random samples, the first of ``notes``, with ``{updates}``;
@@ -65,13 +84,7 @@ class Task(ABC):
             which saves a synchronization with the device.
     """
 
-    model: Any
     optimizer: Any
-    train: Dataset
-    test: Dataset | None = None
-    options: Options
-    metrics: Sequence[Metric] = ()
-    columns: Columns = CLASSES
     notes: tuple[str, ...] = ()
     decoder = ""
     speed_only = ""
@@ -83,32 +96,38 @@ class Task(ABC):
     not_finite: NotFinite | None = None
     may_defer = False
 
-    @property
-    def best(self) -> tuple[str, bool]:
-        """Name of the value that determines the best checkpoint, and whether higher is better."""
-        first = next(iter(self.metrics), None)
-        return (first.names[0], first.higher_is_better) if first else ("loss", False)
+    default_losses: Callable[..., Any]
+    """The framework's ``cross_entropy``: (logits, classes, smoothing=0.0) -> losses."""
 
-    def compile(self) -> None:
-        """Compile the model to kernels, which the framework does when it first runs."""
-        raise UsageError("--compile: this task has nothing to compile; omit it")
+    def __init__(
+        self,
+        model: Any,
+        options: Options,
+        train: Dataset,
+        test: Dataset | None,
+        scale: tuple[Any, Any] | None = None,
+        *,
+        losses: Losses | None = None,
+        metrics: Sequence[Metric] | None = None,
+        columns: Columns = CLASSES,
+        channels_last: bool = False,
+    ) -> None:
+        classifies = losses is None or losses is self.default_losses
+        self.model, self.options, self.columns = model, options, columns
+        self.losses = self._training_losses = losses or self.default_losses
+        if options.label_smoothing:
+            smoothing = options.label_smoothing
+            self._training_losses = functools.partial(self.default_losses, smoothing=smoothing)
+        default = (Accuracy(),) if classifies else ()
+        self.metrics: Sequence[Metric] = default if metrics is None else metrics
+        self.train, self.test = augmented(train, options, classifies=classifies), test
+        self._prepare(scale, channels_last=channels_last)
 
-    @property
-    def deferred(self) -> bool:
-        """Whether skipped updates are reported by ``updates_left_out``, not ``not_finite``."""
-        return False
+    # Implemented by a framework
 
-    @property
-    def loss_scale(self) -> LossScale | None:
-        """The loss scale, the same on all ranks; None: the loss is not scaled."""
-        return None
-
-    def restore_loss_scale(self, saved: LossScale) -> None:  # noqa: B027 (Keras saves it)
-        """Continue with the ``loss_scale`` of a checkpoint, unless the optimizer's state has it."""
-
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """Return a context with the moving average of the weights, if the options ask for one."""
-        return nullcontext()
+    @abstractmethod
+    def _prepare(self, scale: tuple[Any, Any] | None, *, channels_last: bool) -> None:
+        """Move the model to its device, and make the optimizer."""
 
     @abstractmethod
     def update(self, batch: Batch, *, learning_rate: float, seed: int) -> Any:
@@ -127,17 +146,40 @@ class Task(ABC):
         and reduces the scale.)
         """
 
-    def updates_left_out(self) -> int:
-        """Return how many of the latest updates were skipped; synchronizes with the device.
-
-        These are the first one since the last call whose gradients are not finite, and all after
-        it. Weights, optimizer state and running statistics are those before it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} defers nothing")
+    @abstractmethod
+    def _input(self, pixels: Any) -> Any:
+        """Return the network's input, from stored samples."""
 
     @abstractmethod
-    def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
-        """Update ``metrics`` with the batch; return the sum of its losses."""
+    def _output(self, x: Any) -> Any:
+        """Return the network's output in training, in the precision of the weights."""
+
+    @abstractmethod
+    def _erased(self, x: Any, boxes: Any) -> Any:
+        """Return images, a part of each set to 0; they may be changed in place.
+
+        The ``boxes`` are top, bottom, left and right edge in pixels, int64, shape (n, 4).
+        """
+
+    @abstractmethod
+    def _mixed(self, first: Any, second: Any, shares: Any) -> Any:
+        """Return ``shares``, one per sample, times ``first``, and the rest of ``second``."""
+
+    @abstractmethod
+    def _checked(self, losses: Any, y: Any) -> Any:
+        """Return ``losses``; raise ``UsageError`` if they are not one per sample of ``y``."""
+
+    @abstractmethod
+    def _evaluated(self, batch: Batch) -> tuple[float, Array, Array]:
+        """Return the sum of the losses of a batch, outputs in float64, and labels."""
+
+    @abstractmethod
+    def _averages(self) -> list[tuple[Any, Any]]:
+        """Return the weights that this process updates, and the moving average of each."""
+
+    @abstractmethod
+    def _replace(self, weights: list[Any], values: list[Any]) -> list[Any]:
+        """Assign ``values`` to weights; return copies of what those were."""
 
     @abstractmethod
     def parameter_norm(self) -> float:
@@ -146,6 +188,83 @@ class Task(ABC):
     @abstractmethod
     def loss_values(self, losses: list[Any]) -> list[float]:
         """Return results of ``update`` as numbers; synchronizes with the device."""
+
+    def compile(self) -> None:
+        """Compile the model to kernels, which the framework does when it first runs."""
+        raise UsageError("--compile: this task has nothing to compile; omit it")
+
+    @property
+    def deferred(self) -> bool:
+        """Whether skipped updates are reported by ``skipped_updates``, not ``not_finite``."""
+        return False
+
+    def skipped_updates(self) -> int:
+        """Return how many of the latest updates were skipped; synchronizes with the device.
+
+        These are the first one since the last call whose gradients are not finite, and all after
+        it. Weights, optimizer state and running statistics are those before it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defers nothing")
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale, the same on all ranks; None: the loss is not scaled."""
+        return None
+
+    def restore_loss_scale(self, saved: LossScale) -> None:  # noqa: B027 (Keras saves it)
+        """Continue with the ``loss_scale`` of a checkpoint, unless the optimizer's state has it."""
+
+    # The same in all frameworks
+
+    @property
+    def best(self) -> tuple[str, bool]:
+        """Name of the value that determines the best checkpoint, and whether higher is better."""
+        first = next(iter(self.metrics), None)
+        return (first.names[0], first.higher_is_better) if first else ("loss", False)
+
+    def _forward(self, batch: Batch) -> Any:
+        """Make the forward pass of a training batch; return the loss of each sample.
+
+        That of a mixture of two samples is linear in their labels.
+        """
+        x = self._input(batch.x)
+        if batch.boxes is not None:
+            x = self._erased(x, batch.boxes)
+        losses = self._training_losses
+        if batch.shares is None:
+            return self._checked(losses(self._output(x), batch.y), batch.y)
+        output = self._output(self._mixed(x[:-1], x[1:], batch.shares))
+        first, second = (self._checked(losses(output, y), y) for y in (batch.y[:-1], batch.y[1:]))
+        return self._mixed(first, second, batch.shares)
+
+    def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
+        """Update ``metrics`` with the batch; return the sum of its losses."""
+        loss, output, labels = self._evaluated(batch)
+        for metric in metrics:
+            metric.update(Batch(batch.x, labels), output)
+        return loss
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Replace the weights by their moving average within the block, if the options ask for one.
+
+        All ranks must call it together. After an error the weights are not shared: the other ranks
+        may still be computing.
+        """
+        if not self.options.ema:
+            yield
+            return
+        averages = self._averages()
+        weights = [weight for weight, _ in averages]
+        before = self._replace(weights, [average for _, average in averages])
+        self.share_weights()
+        try:
+            yield
+        except BaseException:
+            self._replace(weights, before)
+            raise
+        self._replace(weights, before)
+        self.share_weights()
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -16,56 +15,35 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
-from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.sharding import Indices, Part, bounds
+from hvdtrain.steps.sharding import Indices, bounds
 from hvdtrain.system.machine import accelerator
-from hvdtrain.tasks.augmented import augmented, edges
-from hvdtrain.tasks.columns import CLASSES, Columns
-from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of, unknown_class
+from hvdtrain.tasks.augmented import edges
+from hvdtrain.tasks.dataset import Batch, InMemoryBase, unknown_class
 from hvdtrain.tasks.guard_pytorch import Guard, is_fused, values
-from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
-from hvdtrain.tasks.moving_average import MovingAverage
-from hvdtrain.tasks.optimizers_pytorch import local, make_optimizer
+from hvdtrain.tasks.metrics import Array
+from hvdtrain.tasks.optimizers_pytorch import averages_of, keep_average, local, make_optimizer
 from hvdtrain.tasks.task import LossScale, NotFinite, Task
-
-Losses = Callable[[torch.Tensor, Any], torch.Tensor]
 
 WIDE_INTEGERS = (torch.int32, torch.int64)
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 KERNEL_ORDER = "reorder_for_peak_memory"  # an option of torch.compile
 
 
-class InMemory(Indexed):
-    """A dataset in the memory of the device: a batch is gathered from one tensor.
-
-    ``augment`` returns the images of a training step; default: those in memory.
-    """
-
-    def __init__(
-        self,
-        images: NDArray[Any],
-        labels: NDArray[Any],
-        device: Any,
-        augment: Augment | None = None,
-    ) -> None:
-        self.images = torch.from_numpy(np.array(images)).to(device)
-        self.labels = torch.from_numpy(np.array(labels)).to(device)
-        self.samples = len(labels)
-        self.digest = digest_of(labels, images)
-        self.augment = augment
+class InMemory(InMemoryBase):
+    """A dataset in the memory of the device: a batch is gathered from one tensor."""
 
     @override
-    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
-        for part, batch in super().training(parts):
-            if self.augment:
-                images = torch.from_numpy(self.augment(part))
-                batch = Batch(accelerator.send(images, self.labels.device), batch.y)
-            yield part, batch
+    def tensor(self, array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    @override
+    def send(self, array: NDArray[Any]) -> torch.Tensor:
+        return accelerator.send(torch.from_numpy(array), self.labels.device)
 
     @override
     def fetch(self, indices: Indices) -> Batch:
-        index = accelerator.send(torch.from_numpy(indices), self.labels.device)
+        index = self.send(indices)
         return Batch(self.images[index], self.labels[index])
 
 
@@ -85,71 +63,55 @@ def cross_entropy(output: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0)
         raise
 
 
-class TorchTask(Task):
-    """Any network, trained on the mean of a loss; by default a classifier.
+def erase(x: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+    """Set a part of each image to 0; return the images.
 
     Args:
-        model: network, e.g. for images of shape (n, channels, height, width).
-        options: options of the trainer, with every default filled in.
-        train: samples to train on.
-        test: samples to evaluate on.
-        scale: factor and offset from stored pixels to the network's input; numbers, or tensors of
-            shape (channels, 1, 1). None: ``WIDE_INTEGERS``, such as token ids, stay as they are,
-            and other samples become floats.
-        losses: function of the network's output and ``y`` that returns the loss of each sample,
-            shape (n,).
-        metrics: metrics of an evaluation; the first determines the best checkpoint. Default:
-            accuracy with the default ``losses``, otherwise none.
-        columns: columns of the file of ``--predict``; default: class and probability.
-        channels_last: whether images and convolutions have this memory format, which is faster for
-            images of several channels; the network must use ``reshape`` instead of ``view``.
+        x: images, shape (n, channels, height, width).
+        boxes: top, bottom, left and right edge of each part in pixels, int64, shape (n, 4).
     """
+    top, bottom, left, right = boxes[:, :, None].unbind(1)
+    rows, columns = (torch.arange(side, device=x.device) for side in x.shape[2:])
+    within = (top <= rows) & (rows < bottom), (left <= columns) & (columns < right)
+    return x.masked_fill_(within[0][:, None, :, None] & within[1][:, None, None, :], 0)
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        options: Options,
-        train: Dataset,
-        test: Dataset | None,
-        scale: tuple[Any, Any] | None = None,
-        *,
-        losses: Losses = cross_entropy,
-        metrics: Sequence[Metric] | None = None,
-        columns: Columns = CLASSES,
-        channels_last: bool = False,
-    ) -> None:
-        self.options, self.losses = options, losses
-        default = (Accuracy(),) if losses is cross_entropy else ()
-        self.metrics = default if metrics is None else metrics
-        self._training_losses = losses
-        if options.label_smoothing:
-            smoothed = functools.partial(cross_entropy, smoothing=options.label_smoothing)
-            self._training_losses = smoothed
-        self.columns = columns
+
+class TorchTask(Task):
+    """A task in PyTorch."""
+
+    default_losses = staticmethod(cross_entropy)
+    _erased = staticmethod(erase)
+
+    @override
+    def _prepare(self, scale: tuple[Any, Any] | None, *, channels_last: bool) -> None:
+        options = self.options
         self.device = torch.device(options.device)
         self.dtype = torch.float64 if options.precision == "fp64" else torch.float32
-        self.model = model.to(self.device, self.dtype)
-        accept_any_batch(model)
+        self.model.to(self.device, self.dtype)
+        accept_any_batch(self.model)
         # Dropout masks depend on the layout, so all strategies use the same one.
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         if channels_last:
-            model.to(memory_format=self._layout)  # type: ignore[call-overload]
+            self.model.to(memory_format=self._layout)
         on_gpu = self.device.type != accelerator.CPU
         self.optimizer = make_optimizer(self.model, options, fused=on_gpu)
-        self._average = MovingAverage(self.optimizer, options.ema) if options.ema else None
-        self.train = augmented(train, options, classifies=losses is cross_entropy)
-        self.test = test
+        if options.ema:
+            keep_average(self.optimizer, options.ema)
         self._is_scaled = scale is not None
         self.scale = tuple(
             torch.as_tensor(value, dtype=self.dtype).to(self.device) for value in scale or (1, 0)
         )
         self._zero, self._one = self.scale[0].new_tensor([0, 1])
-        self.low_precision = LOW_PRECISION.get(options.precision)
+        low = LOW_PRECISION.get(options.precision)
+        self._lowered: Callable[[], AbstractContextManager[Any]] = (
+            functools.partial(torch.autocast, self.device.type, low) if low else nullcontext
+        )
         scaled = options.precision == "fp16" and on_gpu
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self._copy = accelerator.Copies(self.device)
         self._guard: Guard | None = None
 
+    @override
     def _input(self, pixels: torch.Tensor) -> torch.Tensor:
         if self._is_scaled:
             return network_input(pixels, self.dtype, self.scale, self._layout)
@@ -206,10 +168,6 @@ class TorchTask(Task):
         return Batch(x, y, shares, boxes, batch.stand_in)
 
     @override
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        return self._average.in_use(self.share_weights) if self._average else nullcontext()
-
-    @override
     def compile(self) -> None:
         try:  # check, with a small function, whether there is a compiler
             torch.compile(torch.square)(torch.ones(2, device=self.device))
@@ -242,8 +200,8 @@ class TorchTask(Task):
         self.scaler.load_state_dict({**self.scaler.state_dict(), **state})
 
     @override
-    def updates_left_out(self) -> int:
-        return self._guard.left_out() if self._guard else 0
+    def skipped_updates(self) -> int:
+        return self._guard.skipped() if self._guard else 0
 
     def _pieces(self, batch: Batch) -> list[Batch]:
         """Split ``batch`` into the pieces of the passes, ``--accumulate-steps`` on every rank."""
@@ -273,35 +231,20 @@ class TorchTask(Task):
         if self.device.type != accelerator.CPU:
             accelerator.seed(seed)  # of all devices of this process
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        """Make the forward pass; return the loss of each sample."""
-        lowered: AbstractContextManager[Any] = nullcontext()
-        if self.low_precision:
-            lowered = torch.autocast(self.device.type, self.low_precision)
-        with lowered:
-            output = self.model(self._training_input(batch))
-        return self._training_loss(output.to(self.dtype), batch)
+    @override
+    def _output(self, x: torch.Tensor) -> torch.Tensor:
+        with self._lowered():
+            output = self.model(x)
+        return output.to(self.dtype)
 
-    def _training_input(self, batch: Batch) -> torch.Tensor:
-        x = self._input(batch.x)
-        if batch.boxes is not None:
-            erase(x, batch.boxes)
-        if batch.shares is None:
-            return x
-        shares = batch.shares.view(-1, *[1] * (x.ndim - 1))
-        return torch.lerp(x[1:], x[:-1], shares)
+    @override
+    def _mixed(
+        self, first: torch.Tensor, second: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.lerp(second, first, shares.view(-1, *[1] * (first.ndim - 1)))
 
-    def _training_loss(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the loss of each sample, which is linear in the labels of a mixture."""
-        if batch.shares is None:
-            return self._each(self._training_losses, output, batch.y)
-        first, second = (
-            self._each(self._training_losses, output, y) for y in (batch.y[:-1], batch.y[1:])
-        )
-        return torch.lerp(second, first, batch.shares)
-
-    def _each(self, function: Losses, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        losses = function(output, y)
+    @override
+    def _checked(self, losses: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if losses.shape != y.shape[:1]:
             raise UsageError(
                 f"the losses of {len(y)} samples have the shape {tuple(losses.shape)}: a task "
@@ -336,13 +279,24 @@ class TorchTask(Task):
 
     @torch.no_grad()
     @override
-    def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
+    def _evaluated(self, batch: Batch) -> tuple[float, Array, Array]:
         self.model.eval()
         y = self._copy(batch.y)
         output = self.model(self._input(self._copy(batch.x))).to(self.dtype)
-        for metric in metrics:
-            metric.update(Batch(batch.x, y.cpu().numpy()), output.double().cpu().numpy())
-        return float(self._each(self.losses, output, y).double().sum())
+        loss = float(self._checked(self.losses(output, y), y).double().sum())
+        return loss, output.double().cpu().numpy(), y.cpu().numpy()
+
+    @override
+    def _averages(self) -> list[tuple[Any, Any]]:
+        return averages_of(self.optimizer)
+
+    @torch.no_grad()
+    @override
+    def _replace(self, weights: list[Any], values: list[Any]) -> list[Any]:
+        before = [weight.detach().clone() for weight in weights]
+        for weight, value in zip(weights, values, strict=True):
+            weight.copy_(value)
+        return before
 
     @torch.no_grad()
     @override
@@ -368,19 +322,6 @@ def network_input(
     """
     x = pixels.to(dtype, copy=True, memory_format=layout)
     return torch.addcmul(scale[1], x, scale[0], out=x)
-
-
-def erase(x: torch.Tensor, boxes: torch.Tensor) -> None:
-    """Set a part of each image to 0.
-
-    Args:
-        x: images, shape (n, channels, height, width).
-        boxes: top, bottom, left and right edge of each part in pixels, int64, shape (n, 4).
-    """
-    top, bottom, left, right = boxes[:, :, None].unbind(1)
-    rows, columns = (torch.arange(side, device=x.device) for side in x.shape[2:])
-    within = (top <= rows) & (rows < bottom), (left <= columns) & (columns < right)
-    x.masked_fill_(within[0][:, None, :, None] & within[1][:, None, None, :], 0)
 
 
 class _OfAnyBatch(_BatchNorm):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,46 +15,24 @@ from typing_extensions import override
 
 from hvdtrain.config.options import Options
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.sharding import Indices, Part
-from hvdtrain.tasks.augmented import augmented, edges
-from hvdtrain.tasks.columns import CLASSES, Columns
-from hvdtrain.tasks.dataset import Augment, Batch, Dataset, Indexed, digest_of, unknown_class
-from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric
+from hvdtrain.steps.sharding import Indices
+from hvdtrain.tasks.augmented import edges
+from hvdtrain.tasks.dataset import Batch, InMemoryBase, unknown_class
+from hvdtrain.tasks.metrics import Array
 from hvdtrain.tasks.optimizers_tensorflow import make_optimizer, not_finite
 from hvdtrain.tasks.task import LossScale, NotFinite, Task
-
-Losses = Callable[[Any, Any], Any]
 
 WIDE_INTEGERS = (tf.int32, tf.int64)
 LOW_PRECISION = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
 
-class InMemory(Indexed):
-    """A dataset in the memory of the device: a batch is gathered from one tensor.
-
-    ``augment`` returns the images of a training step; default: those in memory.
-    """
-
-    def __init__(
-        self,
-        images: NDArray[Any],
-        labels: NDArray[Any],
-        device: Any,
-        augment: Augment | None = None,
-    ) -> None:
-        with tf.device(device):
-            self.images = tf.constant(images)
-            self.labels = tf.constant(labels)
-        self.samples = len(labels)
-        self.digest = digest_of(labels, images)
-        self.augment = augment
+class InMemory(InMemoryBase):
+    """A dataset in the memory of the device: a batch is gathered from one tensor."""
 
     @override
-    def training(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
-        for part, batch in super().training(parts):
-            if self.augment:
-                batch = Batch(tf.constant(self.augment(part)), batch.y)
-            yield part, batch
+    def tensor(self, array: NDArray[Any]) -> Any:
+        with tf.device(self.device):
+            return tf.constant(array)
 
     @override
     def fetch(self, indices: Indices) -> Batch:
@@ -74,63 +51,46 @@ def cross_entropy(output: Any, y: Any, smoothing: float = 0.0) -> Any:
     return (1 - smoothing) * losses + smoothing * spread
 
 
+def erase(x: Any, boxes: Any) -> Any:
+    """Return images with a part of each set to 0.
+
+    Args:
+        x: images, shape (n, height, width, channels).
+        boxes: top, bottom, left and right edge of each part in pixels, int64, shape (n, 4).
+    """
+    top, bottom, left, right = tf.unstack(boxes[:, :, None], axis=1)
+    rows, columns = (tf.range(side, dtype=tf.int64) for side in x.shape[1:3])
+    in_rows, in_columns = (top <= rows) & (rows < bottom), (left <= columns) & (columns < right)
+    within = in_rows[:, :, None, None] & in_columns[:, None, :, None]
+    return tf.where(within, tf.zeros((), x.dtype), x)
+
+
 class TFTask(Task):
-    """Any Keras model, trained on the mean of a loss; by default a classifier.
+    """A task in TensorFlow, for any Keras model.
 
     The step is traced once, for batches of any size: values that change from step to step are
     arguments.
-
-    Args:
-        model: built Keras model, e.g. for images of shape (n, height, width, channels); its weights
-            are of ``weight_dtype(options)``.
-        options: options of the trainer, with every default filled in.
-        train: samples to train on.
-        test: samples to evaluate on.
-        scale: factor and offset from stored pixels to the network's input; numbers, or one per
-            channel. None: ``WIDE_INTEGERS``, such as token ids, stay as they are, and other samples
-            become floats.
-        losses: function of the model's output and ``y`` that returns the loss of each sample,
-            shape (n,); traced.
-        metrics: metrics of an evaluation; the first determines the best checkpoint. Default:
-            accuracy with the default ``losses``, otherwise none.
-        columns: columns of the file of ``--predict``; default: class and probability.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        options: Options,
-        train: Dataset,
-        test: Dataset | None,
-        scale: tuple[Any, Any] | None = None,
-        *,
-        losses: Losses = cross_entropy,
-        metrics: Sequence[Metric] | None = None,
-        columns: Columns = CLASSES,
-    ) -> None:
-        self.options, self.losses = options, losses
-        default = (Accuracy(),) if losses is cross_entropy else ()
-        self.metrics = default if metrics is None else metrics
-        self._training_losses = losses
-        if options.label_smoothing:
-            smoothed = functools.partial(cross_entropy, smoothing=options.label_smoothing)
-            self._training_losses = smoothed
-        self.columns = columns
-        self.model = model
-        self.dtype = tf.as_dtype(weight_dtype(options))
-        self.optimizer = make_optimizer(options, model.trainable_variables)
-        self.optimizer.build(model.trainable_variables)
-        self.train = augmented(train, options, classifies=losses is cross_entropy)
-        self.test = test
+    default_losses = staticmethod(cross_entropy)
+    _erased = staticmethod(erase)
+
+    @override
+    def _prepare(self, scale: tuple[Any, Any] | None, *, channels_last: bool) -> None:
+        variables = self.model.trainable_variables
+        self.dtype = tf.as_dtype(weight_dtype(self.options))
+        self.optimizer = make_optimizer(self.options, variables)
+        self.optimizer.build(variables)
         self._keeps_integers = scale is None
         self.scale = tuple(tf.constant(value, self.dtype) for value in scale or (1, 0))
-        layers = model._flatten_layers(include_self=False)
+        layers = self.model._flatten_layers(include_self=False)
         self._seeds = [
             layer.seed_generator.state for layer in layers if hasattr(layer, "seed_generator")
         ]
         self._step: Any = None
         self._evaluate: Any = None
 
+    @override
     def _input(self, pixels: Any) -> Any:
         if self._keeps_integers and pixels.dtype in WIDE_INTEGERS:
             return pixels
@@ -236,10 +196,7 @@ class TFTask(Task):
         variables = self.model.trainable_variables
         self.leave_out(stand_in)
         with tf.GradientTape() as tape:
-            with self._lowered():
-                output = self.model(self._training_input(piece), training=True)
-            losses = self._training_loss(tf.cast(output, self.dtype), piece)
-            loss = tf.reduce_sum(losses) / tf.cast(tf.maximum(count, 1), self.dtype)
+            loss = tf.reduce_sum(self._forward(piece)) / tf.cast(tf.maximum(count, 1), self.dtype)
             loss = tf.where(stand_in, tf.zeros_like(loss), loss)
             # A loss that is not finite makes the gradients so, which inform all ranks.
             factor = tf.where(tf.math.is_finite(loss), 1.0, np.nan)
@@ -248,23 +205,15 @@ class TFTask(Task):
         self.leave_out(False)
         return loss, gradients
 
-    def _training_input(self, batch: Batch) -> Any:
-        x = self._input(batch.x)
-        if batch.boxes is not None:
-            x = erased(x, batch.boxes)
-        if batch.shares is None:
-            return x
-        shares = tf.reshape(batch.shares, [-1, *[1] * (len(x.shape) - 1)])
-        return x[:-1] * shares + x[1:] * (1 - shares)
+    @override
+    def _output(self, x: Any) -> Any:
+        with self._lowered():
+            return tf.cast(self.model(x, training=True), self.dtype)
 
-    def _training_loss(self, output: Any, batch: Batch) -> Any:
-        """Return the loss of each sample, which is linear in the labels of a mixture."""
-        if batch.shares is None:
-            return self._each(self._training_losses, output, batch.y)
-        first, second = (
-            self._each(self._training_losses, output, y) for y in (batch.y[:-1], batch.y[1:])
-        )
-        return batch.shares * first + (1 - batch.shares) * second
+    @override
+    def _mixed(self, first: Any, second: Any, shares: Any) -> Any:
+        shares = tf.reshape(shares, [-1, *[1] * (len(first.shape) - 1)])
+        return first * shares + second * (1 - shares)
 
     def _apply(self, gradients: list[Any], variables: list[Any], learning_rate: Any) -> Any:
         """Update; return the first gradient that is not finite, global and local; -1: none."""
@@ -292,42 +241,36 @@ class TFTask(Task):
             for layer, policy in zip(layers, before, strict=True):
                 layer.dtype_policy = policy
 
-    @contextmanager
     @override
-    def averaged_weights(self) -> Iterator[None]:
+    def _averages(self) -> list[tuple[Any, Any]]:
         optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        if not (self.options.ema and int(optimizer.iterations)):
-            yield
-            return
-        variables = self.model.trainable_variables
-        weights = [variable.numpy() for variable in variables]
-        for variable, average in zip(
-            variables, optimizer._model_variables_moving_average, strict=True
-        ):
-            variable.assign(average)
-        try:
-            yield
-        finally:
-            for variable, value in zip(variables, weights, strict=True):
-                variable.assign(value)
+        if not int(optimizer.iterations):
+            return []
+        averages = optimizer._model_variables_moving_average
+        return list(zip(self.model.trainable_variables, averages, strict=True))
 
     @override
-    def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
+    def _replace(self, weights: list[Any], values: list[Any]) -> list[Any]:
+        before = [weight.numpy() for weight in weights]
+        for weight, value in zip(weights, values, strict=True):
+            weight.assign(value)
+        return before
+
+    @override
+    def _evaluated(self, batch: Batch) -> tuple[float, Array, Array]:
         if self._evaluate is None:
             self._evaluate = _traced(self._traced_evaluate, _any_number((batch.x, batch.y)))
         with _label_errors():
             loss, output = self._evaluate(batch.x, batch.y)
-        for metric in metrics:
-            metric.update(Batch(batch.x, batch.y.numpy()), output.numpy())
-        return float(loss)
+        return float(loss), output.numpy(), batch.y.numpy()
 
     def _traced_evaluate(self, pixels: Any, labels: Any) -> tuple[Any, Any]:
         output = tf.cast(self.model(self._input(pixels), training=False), self.dtype)
-        losses = tf.cast(self._each(self.losses, output, labels), tf.float64)
+        losses = tf.cast(self._checked(self.losses(output, labels), labels), tf.float64)
         return tf.reduce_sum(losses), tf.cast(output, tf.float64)
 
-    def _each(self, function: Losses, output: Any, labels: Any) -> Any:
-        losses = function(output, labels)
+    @override
+    def _checked(self, losses: Any, y: Any) -> Any:
         if losses.shape.rank != 1:
             raise UsageError(
                 f"the losses have the shape {losses.shape}: a task must return one per sample"
@@ -364,20 +307,6 @@ def _any_number(tensors: Any) -> Any:
     return tf.nest.map_structure(
         lambda tensor: tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype), tensors
     )
-
-
-def erased(x: Any, boxes: Any) -> Any:
-    """Return images with a part of each set to 0.
-
-    Args:
-        x: images, shape (n, height, width, channels).
-        boxes: top, bottom, left and right edge of each part in pixels, int64, shape (n, 4).
-    """
-    top, bottom, left, right = tf.unstack(boxes[:, :, None], axis=1)
-    rows, columns = (tf.range(side, dtype=tf.int64) for side in x.shape[1:3])
-    in_rows, in_columns = (top <= rows) & (rows < bottom), (left <= columns) & (columns < right)
-    within = in_rows[:, :, None, None] & in_columns[:, None, :, None]
-    return tf.where(within, tf.zeros((), x.dtype), x)
 
 
 def _traced(function: Callable[..., Any], arguments: list[tf.TensorSpec]) -> Any:

@@ -41,8 +41,8 @@ class Losses:
             TrainingError: a loss is not finite, and no loss scaler has skipped its update.
         """
         unread, self.unread = self.unread, []
-        left_out = self._task.updates_left_out() if self._task.deferred else 0
-        counted = unread[: len(unread) - left_out]
+        skipped = self._task.skipped_updates() if self._task.deferred else 0
+        counted = unread[: len(unread) - skipped]
         values = self._task.loss_values([loss for _, loss in counted])
         for number, ((part, _), value) in enumerate(zip(counted, values, strict=True), 1):
             if not math.isfinite(value):

@@ -37,10 +37,10 @@ def test_pytorch_erases_the_boxes() -> None:
 
 def test_tensorflow_erases_the_boxes() -> None:
     tf = pytest.importorskip("tensorflow")
-    from hvdtrain.tasks.training_step_tensorflow import erased
+    from hvdtrain.tasks.training_step_tensorflow import erase
 
     images, boxes = cases()
-    x = erased(tf.constant(np.stack([images, images], 3)), tf.constant(boxes))
+    x = erase(tf.constant(np.stack([images, images], 3)), tf.constant(boxes))
     np.testing.assert_array_equal(x.numpy(), np.stack([expected(), expected()], 3))
 
 

@@ -90,7 +90,7 @@ def test_weight_decay_is_exact_in_float64(framework: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("bad", [0, 2])
-def test_a_fused_optimizer_leaves_updates_out_until_it_is_asked(optimizer: str, bad: int) -> None:
+def test_a_fused_optimizer_skips_updates_until_it_is_asked(optimizer: str, bad: int) -> None:
     """Everything is as before the first bad batch, running statistics and momentum too."""
     torch = pytest.importorskip("torch")
     from hvdtrain.tasks.dataset import Batch
@@ -112,13 +112,13 @@ def test_a_fused_optimizer_leaves_updates_out_until_it_is_asked(optimizer: str, 
         for index in indices:
             x = batches[index] * float("nan") if index == bad and later else batches[index]
             task.update(Batch(x, torch.zeros(8, dtype=torch.int64)), learning_rate=0.1, seed=0)
-        left_out = task.updates_left_out() if later else 0
+        skipped = task.skipped_updates() if later else 0
         task.may_defer = False
         task.update(Batch(batches[4], torch.zeros(8, dtype=torch.int64)), learning_rate=0.1, seed=0)
-        return task, left_out
+        return task, skipped
 
-    task, left_out = trained(True, 0, 1, 2, 3)
-    assert left_out == 4 - bad
+    task, skipped = trained(True, 0, 1, 2, 3)
+    assert skipped == 4 - bad
     expected, _ = trained(False, *range(bad))
     for name, value in expected.model.state_dict().items():
         if value.is_floating_point():
@@ -129,17 +129,17 @@ def test_a_fused_optimizer_leaves_updates_out_until_it_is_asked(optimizer: str, 
 def test_a_moving_average_is_begun_by_the_first_update_that_is_made() -> None:
     """As on a CPU, where a skipped update is no step of the optimizer."""
     torch = pytest.importorskip("torch")
-    from hvdtrain.tasks.moving_average import KEY, MovingAverage
+    from hvdtrain.tasks.optimizers_pytorch import AVERAGE, keep_average
 
     weight = torch.nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
-    MovingAverage(optimizer, 0.75)
+    keep_average(optimizer, 0.75)
     for skipped in (1.0, 0.0, 1.0, 0.0):
         weight.grad = torch.ones_like(weight)
         optimizer.found_inf = torch.tensor(skipped)  # as ``Guard`` and ``GradScaler`` set it
         optimizer.step()
     assert weight.tolist() == [1.0]
-    assert optimizer.state[weight][KEY].tolist() == [0.75 * 2.0 + 0.25 * 1.0]
+    assert optimizer.state[weight][AVERAGE].tolist() == [0.75 * 2.0 + 0.25 * 1.0]
 
 
 def test_the_gradients_of_a_compiled_network_are_those_of_the_network(
