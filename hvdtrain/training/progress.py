@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn
@@ -28,7 +29,6 @@ from hvdtrain.training.plan import Session
 from hvdtrain.training.summary import loss_text
 from hvdtrain.training.trackers import Figures, Trackers, open_trackers
 
-TRAINING, EVALUATING = "training", "evaluating"  # tasks of the bar, of which one is visible
 PLAIN_SECONDS = 5.0  # between two lines if the output is no terminal
 
 
@@ -119,7 +119,8 @@ class Progress:
         self._predictions = _output(options.predict, "--predict")
         self._trackers = trackers or Trackers({})
         self._bar: Bar | None = None
-        self._pieces: dict[str, TaskID] = {}
+        self._training: TaskID | None = None  # of the bar; hidden during an evaluation
+        self._evaluation: TaskID | None = None
         self._loss, self._rate = "-", f"- {unit}/s"
         self._last_line = 0.0
         self._total = 0
@@ -133,72 +134,61 @@ class Progress:
         for line in headline:
             self.message(line)
         self._total = total
-        if self.console.is_terminal and not self.console.quiet:
-            self._bar = _Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[figures]}"),
-                _Clock(Column(no_wrap=True)),
-                console=self.console,
-                refresh_per_second=2,  # each refresh takes time from the core that trains
-            )
-            if total:
-                label = "measuring" if self._speed_only else "epoch -"
-                self._show(self._bar, TRAINING, label, done, total)
-                self._figures(done, self._loss, self._rate)
-            self._bar.start()
+        if not self.console.is_terminal or self.console.quiet:
+            return
+        self._bar = _Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            _Clock(Column(no_wrap=True)),
+            console=self.console,
+            refresh_per_second=2,  # each refresh takes time from the core that trains
+        )
+        if total:
+            label = "measuring" if self._speed_only else "epoch -"
+            self._training = self._add(self._bar, label, done, total, self._figures(done))
+        self._bar.start()
 
-    def _show(self, bar: Bar, name: str, label: str, done: int, total: int) -> Piece:
-        """Show a task in place of the other one; return it."""
-        if name not in self._pieces:
-            self._pieces[name] = bar.add_task(
-                label,
-                total=total,
-                completed=done,
-                visible=False,
-                moved=time.monotonic(),
-                figures="",
-                each=None,
-                stride=1,
-            )
-        for key, task in self._pieces.items():
-            bar.update(task, visible=key == name)
-        return bar.tasks[self._pieces[name]]
-
-    def _figures(self, step: int, loss: str, rate: str) -> None:
-        assert self._bar is not None
-        self._loss, self._rate = loss, rate
-        learned = "" if self._speed_only else f"  loss {loss}"
-        self._bar.update(
-            self._pieces[TRAINING],
-            completed=step,
+    def _add(self, bar: Bar, label: str, done: int, total: int, figures: str = "") -> TaskID:
+        return bar.add_task(
+            label,
+            total=total,
+            completed=done,
+            figures=figures,
             moved=time.monotonic(),
-            figures=f"step {step}/{self._total}{learned}  {rate}",
+            each=None,
+            stride=1,
         )
 
-    def advance(self, step: int) -> None:
-        """Show that ``step`` steps are done."""
-        if self._bar:
-            self._figures(step, self._loss, self._rate)
+    def _figures(self, step: int) -> str:
+        learned = "" if self._speed_only else f"  loss {self._loss}"
+        return f"step {step}/{self._total}{learned}  {self._rate}"
+
+    def advance(self, step: int, **fields: Any) -> None:
+        """Show that ``step`` steps are done, and the ``fields`` of the bar."""
+        if self._bar and self._training is not None:
+            self._bar.update(
+                self._training,
+                completed=step,
+                moved=time.monotonic(),
+                figures=self._figures(step),
+                **fields,
+            )
 
     def step(self, record: Figures) -> None:
         """Show and record the figures of a log interval."""
         self._record("step", record)
-        step, loss = record["step"], loss_text(record["loss"])
-        speed = record["images_per_second"]
-        rate = f"{speed:,.{int(speed < 10)}f} {self.unit}/s"
+        step, each, speed = record["step"], record["seconds_per_step"], record["images_per_second"]
+        self._loss = loss_text(record["loss"])
+        self._rate = f"{speed:,.{int(speed < 10)}f} {self.unit}/s"
         if "gpu_busy" in record:
-            rate += f"  GPU {100 * record['gpu_busy']:.0f} %"
+            self._rate += f"  GPU {100 * record['gpu_busy']:.0f} %"
+        epoch = "" if self._speed_only else f"epoch {record['epoch'] + 1}"
         if self._bar:
-            self._figures(step, loss, rate)
-            label = "measuring" if self._speed_only else f"epoch {record['epoch'] + 1}"
-            each = record["seconds_per_step"]
-            self._bar.update(self._pieces[TRAINING], description=label, each=each)
-            return
-        learned = "" if self._speed_only else f"  loss {loss}"
-        epoch = "" if self._speed_only else f"epoch {record['epoch'] + 1}  "
-        left = (self._total - step) * record["seconds_per_step"]
-        self._plain(f"{epoch}step {step}/{self._total}{learned}  {rate}  {_clock(left)} left")
+            self.advance(step, description=epoch or "measuring", each=each)
+        else:
+            left = f"{_clock((self._total - step) * each)} left"
+            self._plain("  ".join(filter(None, (epoch, self._figures(step), left))))
 
     def _plain(self, line: str) -> None:
         """Show a line every few seconds, if there is no bar."""
@@ -208,29 +198,31 @@ class Progress:
 
     def evaluating(self, done: int, total: int) -> None:
         """Show the number of samples evaluated so far."""
+        figures = f"{done:,}/{total:,} {self.unit}"
         if not self._bar:
             if 0 < done < total:
-                self._plain(f"evaluating {done:,}/{total:,} {self.unit}")
+                self._plain(f"evaluating {figures}")
             return
-        piece = self._show(self._bar, EVALUATING, EVALUATING, 0, total)
-        stride = max(1, done - round(piece.completed))
-        each = (piece.elapsed or 0.0) / done if done else None
-        figures = f"{done:,}/{total:,} {self.unit}"
-        if not done:  # start its clock
-            self._bar.reset(piece.id, total=total)
+        if self._evaluation is None:
+            self._evaluation = self._add(self._bar, "evaluating", 0, total)
+            if self._training is not None:
+                self._bar.update(self._training, visible=False)
+        piece = self._bar.tasks[-1]
         self._bar.update(
-            piece.id,
+            self._evaluation,
             completed=done,
             moved=time.monotonic(),
             figures=figures,
-            each=each,
-            stride=stride,
+            each=(piece.elapsed or 0.0) / done if done else None,
+            stride=max(1, done - round(piece.completed)),
         )
 
     def _evaluated(self) -> None:
         """Show the training again, if there is one."""
-        if self._bar and TRAINING in self._pieces:
-            self._show(self._bar, TRAINING, "", 0, self._total)
+        if self._bar and self._training is not None and self._evaluation is not None:
+            self._bar.remove_task(self._evaluation)
+            self._bar.update(self._training, visible=True)
+            self._evaluation = None
 
     def epoch(self, record: Figures, measured: str = "") -> None:
         """Show and record an epoch; ``measured`` are its metrics other than the loss."""
