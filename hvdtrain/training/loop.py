@@ -15,9 +15,8 @@ from hvdtrain.steps.summary import GradientMessages, Stopped
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime.exit import process_status
 from hvdtrain.tasks.dataset import Batch
-from hvdtrain.training.checkpoint_manager import CheckpointManager, TrainState
+from hvdtrain.training.checkpoint_manager import CheckpointManager
 from hvdtrain.training.evaluation import evaluate
-from hvdtrain.training.on_nan import Losses, OnNan
 from hvdtrain.training.plan import Session
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.summary import (
@@ -30,63 +29,57 @@ from hvdtrain.training.summary import (
     with_usage,
 )
 from hvdtrain.training.throughput import Clock
+from hvdtrain.training.updates import Updates
 from hvdtrain.training.windows import ProfileWindow, TimelineWindow
 
 log = logging.getLogger(__name__)
 
 LINES_PER_EPOCH = 20  # log intervals
-EARLY = (Stopped.PREEMPTED, Stopped.DIVERGED)
 
 
 class TrainingLoop:
-    """One training, from its start or a checkpoint to its stop; created by ``trainer.train``."""
+    """One training, from its start or a checkpoint to its stop; created by ``trainer.train``.
+
+    The constructor loads the checkpoint; then call ``broadcast_state``.
+    """
 
     def __init__(self, session: Session, shards: Shards, rate: LearningRate) -> None:
         self.session, self.shards, self.rate = session, shards, rate
-        self.workload, self.task = session.workload, session.task
+        self.task = session.task
         self.options, self.plan = options, plan = session.options, session.plan
         self.adapter = adapter = session.adapter
         self.clock = Clock()
-        self.now = TrainState()
+        self.checkpoints = CheckpointManager(session)
+        self.now = self.checkpoints.resume()
+        self.updates = Updates(session, self.now)
         self.preemption = Preemption(adapter.communicator, self._want_stop)
         self.timeline = TimelineWindow(options, adapter)
         self.profile = ProfileWindow(options, adapter)
-        self.losses = Losses(self.task, adapter)
-        self.save_error: CheckpointError | None = None  # of the last save
         self.compiled: set[int] = set()  # sizes of global batches
-        self.checkpoints = CheckpointManager(session)
-        self.on_nan = OnNan(session)
         # Reading a loss synchronizes with a GPU; on a CPU it is free.
         self.read_every = 20 if adapter.has_gpu or self.task.deferred else 1
-        self.log_every = max(1, math.ceil(shards.steps_per_epoch / LINES_PER_EPOCH))
-        if options.log_every:
-            self.log_every = options.log_every
-        elif plan.num_steps is not None:
-            self.log_every = max(1, min(self.log_every, plan.num_steps // LINES_PER_EPOCH))
-
-    @property
-    def total_steps(self) -> int:
-        """Number of updates of the whole training."""
-        all_epochs = self.plan.epochs * self.shards.steps_per_epoch
-        return all_epochs if self.plan.num_steps is None else min(self.plan.num_steps, all_epochs)
+        self.total_steps = plan.epochs * shards.steps_per_epoch  # updates of the whole training
+        every = math.ceil(shards.steps_per_epoch / LINES_PER_EPOCH)
+        if plan.num_steps is not None:
+            self.total_steps = min(self.total_steps, plan.num_steps)
+            every = min(every, plan.num_steps // LINES_PER_EPOCH)
+        self.log_every = options.log_every or max(1, every)
 
     def announce(self, show: Progress, device: str) -> None:
         """Show the headline of the training, and from now on its progress, by ``show``."""
         self.show = show
+        now, steps = self.now, self.shards.steps_per_epoch
+        updates = max(0, self.total_steps - now.step)
         lines = headlines(
-            self.session,
-            device,
-            rate=self.rate,
-            steps_per_epoch=self.shards.steps_per_epoch,
-            updates=max(0, self.total_steps - self.now.step),
+            self.session, device, rate=self.rate, steps_per_epoch=steps, updates=updates
         )
-        if self.now.step:
-            epoch, consumed = self.now.position.epoch, self.now.position.consumed
-            done = f"epoch {epoch + 1}, {consumed:,} of its {self.workload.unit} done"
+        if now.step:
+            epoch, consumed = now.position.epoch, now.position.consumed
+            done = f"epoch {epoch + 1}, {consumed:,} of its {self.session.workload.unit} done"
             if epoch >= self.plan.epochs:
                 done = f"finished after {plural(epoch, 'epoch')}"
-            lines.append(f"resumed from {self.checkpoints.path}: step {self.now.step}, {done}")
-        self.show.begin(lines, self.total_steps, self.now.step)
+            lines.append(f"resumed from {self.checkpoints.path}: step {now.step}, {done}")
+        show.begin(lines, self.total_steps, now.step)
 
     def run(self) -> int:
         """Train to the end or a stop; save, evaluate, write the summary; return the exit code.
@@ -99,60 +92,50 @@ class TrainingLoop:
             self.preemption.listen()
             self.preemption.watch()
         try:
-            stopped = self._train()
+            stopped, save_error = self._train()
         except TrainingError as error:
             if error.agreed:
                 self._save_before_error()
                 self._end(Stopped.DIVERGED)
             raise
         self._end(stopped)
-        if self.save_error:
-            raise self.save_error
+        if save_error:
+            raise save_error
         if stopped is not Stopped.PREEMPTED:
             return EXIT_OK
         wait_for_agent(lambda: bool(self.preemption.reason))
         return EXIT_PREEMPTED
 
-    def _train(self) -> Stopped:
-        beyond = self._is_beyond_end
-        stopped = self._finished()
+    def _train(self) -> tuple[Stopped, CheckpointError | None]:
+        """Train, evaluate and save; return why it stopped, and the error of the last save."""
+        # Resumed after more updates than --num-steps: there is nothing to do or to save.
+        beyond = self.plan.num_steps is not None and self.now.step > self.plan.num_steps
+        stopped = Stopped.STEPS if beyond else self._finished()
         while stopped is None:
             stopped = self._train_epoch()
         if stopped is not Stopped.PREEMPTED and not self._evaluate():
             stopped = Stopped.PREEMPTED
         # Before the save: afterwards the launcher may already have ended a rank.
         reason, rank = self.preemption.agree() if stopped is Stopped.PREEMPTED else ("", 0)
+        save_error = None
         try:
             if not beyond:
                 self._save(last=True)
         except CheckpointError as error:
-            self.save_error = error
+            save_error = error
         self.checkpoints.close()  # not at the exit: a launcher may kill this rank before
-        if stopped is Stopped.PREEMPTED and not self.save_error:
+        if stopped is Stopped.PREEMPTED and not save_error:
             self.show.stop()
             done = f"stopped after step {self.now.step}, saved {self.checkpoints.path}"
             self.preemption.announce(reason, rank, done)
-        return stopped
-
-    def _end(self, stopped: Stopped) -> None:
-        self.task.train.close()
-        self.timeline.close()
-        self.profile.close(discards=stopped in EARLY)
-        self._sum_up(stopped)
+        return stopped, save_error
 
     @property
     def _at_epoch_end(self) -> bool:
         """Whether the updates of the epoch are done, but not ``_end_epoch``."""
         return self.now.position.consumed >= self.shards.samples
 
-    @property
-    def _is_beyond_end(self) -> bool:
-        """Whether the training was resumed after more updates than ``--num-steps``."""
-        return self.plan.num_steps is not None and self.now.step > self.plan.num_steps
-
     def _finished(self) -> Stopped | None:
-        if self._is_beyond_end:
-            return Stopped.STEPS
         if self._at_epoch_end:
             return None
         if self.now.step == self.plan.num_steps:
@@ -174,13 +157,14 @@ class TrainingLoop:
         for part, batch in self.clock.fetching(self.task.train.training(parts)):
             if not self.train_step(part, batch):
                 return None
-            if self._wants_stop():
-                return Stopped.PREEMPTED
-            if self.now.step % self.read_every == 0:
+            self._watch_walltime()
+            if self.now.step % self.read_every == 0:  # what all ranks know is on the GPU
+                if self.adapter.flags_agreed.stop:
+                    return Stopped.PREEMPTED
                 self.checkpoints.poll()
             self._check_replicas()
             if reason := self._finished():
-                self.now.train_loss = self.losses.of_epoch(self.now)
+                self.updates.average_epoch()
                 return reason
             if self.checkpoints.is_due(self.now.step) and not self._at_epoch_end:
                 self._save()
@@ -193,26 +177,20 @@ class TrainingLoop:
         If not, the training continues at ``now``: after ``part``, or before an earlier one that a
         GPU has skipped. All ranks call it, and return the same.
         """
-        now, task = self.now, self.task
-        process_status.stage = f"step {now.step + 1}"
-        self.timeline.enter(now.step)
-        self.profile.enter(now.step)
+        step, task = self.now.step, self.task
+        process_status.stage = f"step {step + 1}"
+        self.timeline.enter(step)
+        self.profile.enter(step)
         rate = self.rate(part.start.epoch + part.start.consumed / self.shards.samples)
-        seed = seed_of(self.options.seed, now.step, self.adapter.world.rank)
+        seed = seed_of(self.options.seed, step, self.adapter.world.rank)
         if part.stand_in:
             batch = dataclasses.replace(batch, stand_in=True)
         with self.shards.step(part):
             loss = task.update(batch, learning_rate=rate, seed=seed)
         if task.not_finite:
-            self.on_nan.skip(now, part, task.not_finite, self.show.message)
-            self.losses.read(now)
+            self.updates.skip(part, task.not_finite, self.show.message)
             return False
-        self.on_nan.note_update()
-        now.step += 1
-        now.samples += part.global_count
-        now.position = Position(part.start.epoch, part.start.consumed + part.global_count)
-        now.metrics = None
-        self.losses.unread.append((part, loss))
+        self.updates.add(part, loss)
         if not self._read_losses():
             return False
         self._record(part, rate)
@@ -227,14 +205,12 @@ class TrainingLoop:
         regular = step % self.read_every == 0 or step % self.log_every == 0
         if not (regular or self._pauses or self.checkpoints.is_due(step)):
             return True
-        unmade = self.losses.read(self.now)
+        made = self.updates.read()
         if self.adapter.meter:
             self.adapter.meter.sample()
-        if unmade:
-            self.on_nan.go_back(self.now, unmade)
-            return False
-        self.on_nan.check_loss_scale(step)
-        return True
+        if made:
+            self.updates.check_loss_scale()
+        return made
 
     def _record(self, part: Part, rate: float) -> None:
         """Record the time of the step that has just ended, and show its progress."""
@@ -244,14 +220,26 @@ class TrainingLoop:
         # The first update of a size compiles the model; each rank's part has its own.
         compiles = self.options.compile and part.global_count not in self.compiled
         self.compiled.add(part.global_count)
-        self.clock.step(
-            part.global_count,
-            counts=not (compiles or profiled or recorded),
-            blocked=self.adapter.blocked_seconds,
-        )
+        counts = not (compiles or profiled or recorded)
+        self.clock.step(part.global_count, counts=counts, blocked=self.adapter.blocked_seconds)
         self.show.advance(step)
-        if step % self.log_every == 0:
-            self._log(part, rate)
+        if step % self.log_every:
+            return
+        with self.clock.timing_collective():
+            loss, step_loss = self.updates.interval_losses()
+        speed = self.clock.recent_rate(self.log_every)
+        record = {
+            "step": step,
+            "epoch": part.start.epoch,
+            "loss": loss,
+            "step_loss": step_loss,
+            "learning_rate": rate,
+            "images_per_second": speed,
+            "seconds_per_step": self.plan.global_batch / speed if speed else 0.0,
+        }
+        if self.adapter.meter and self.adapter.meter.recent is not None:
+            record["gpu_busy"] = self.adapter.meter.recent
+        self.show.step(record)
 
     def _end_epoch(self) -> Stopped | None:
         """Evaluate, save and record the epoch whose updates are done; return as ``_train_epoch``.
@@ -259,27 +247,27 @@ class TrainingLoop:
         Until the evaluation is done, the position remains at the end of that epoch: a training
         that resumes there repeats this method.
         """
-        epoch = self.now.position.epoch
-        self.now.train_loss = self.losses.of_epoch(self.now)
-        if self._evaluates_after(epoch):
-            if self.checkpoints.is_due(self.now.step):
+        now, epoch, selected = self.now, self.now.position.epoch, self.options.evaluate_epochs
+        self.updates.average_epoch()
+        chosen = selected is None or epoch + 1 in selected or epoch + 1 >= self.plan.epochs
+        if chosen and self._can_evaluate:
+            if self.checkpoints.is_due(now.step):
                 self._save()
             if not self._evaluate():
                 return Stopped.PREEMPTED
-        self.now.position = Position(epoch + 1)
-        self.now.loss_sum, self.now.loss_count = 0.0, 0
+        now.position = Position(epoch + 1)
+        now.loss_sum, now.loss_count = 0.0, 0
         self._save()
-        tested = self.now.metrics or {}
         figures = {
             "epoch": epoch,
-            "step": self.now.step,
-            "loss": self.now.train_loss,
+            "step": now.step,
+            "loss": now.train_loss,
             "seconds": sum(self.clock.seconds),
             "elapsed": self.clock.elapsed(),
-            **evaluation_figures(self.task.metrics, tested),
+            **evaluation_figures(self.task.metrics, now.metrics or {}),
         }
-        shown = "  ".join(f"{name} {value}" for name, value in self._measured().items())
-        self.show.epoch(figures, shown)
+        shown = measured(self.task.metrics, now.metrics or {})
+        self.show.epoch(figures, "  ".join(f"{name} {value}" for name, value in shown.items()))
         return self._finished()
 
     def _check_replicas(self) -> None:
@@ -297,38 +285,10 @@ class TrainingLoop:
         # It reaches the other ranks with the gradients.
         self.adapter.stop_wanted = True
 
-    def _wants_stop(self) -> bool:
-        self._watch_walltime()
-        # On a GPU reading the answer synchronizes, so it is read every few steps.
-        return self.now.step % self.read_every == 0 and self.adapter.flags_agreed.stop
-
     def _watch_walltime(self) -> None:
-        if self.preemption.walltime.ends is None:
-            return
-        self.preemption.walltime.saved(self.checkpoints.longest)
-        self.preemption.watch_walltime(self.clock.longest_recent(self.read_every))
-
-    def _log(self, part: Part, rate: float) -> None:
-        with self.clock.timing_collective():
-            loss, step_loss = self.losses.of_interval(self.now)
-        speed = self.clock.recent_rate(self.log_every)
-        record = {
-            "step": self.now.step,
-            "epoch": part.start.epoch,
-            "loss": loss,
-            "step_loss": step_loss,
-            "learning_rate": rate,
-            "images_per_second": speed,
-            "seconds_per_step": self.plan.global_batch / speed if speed else 0.0,
-        }
-        if self.adapter.meter and self.adapter.meter.recent is not None:
-            record["gpu_busy"] = self.adapter.meter.recent
-        self.show.step(record)
-
-    def _evaluates_after(self, epoch: int) -> bool:
-        selected, done = self.options.evaluate_epochs, epoch + 1
-        chosen = selected is None or done in selected or done >= self.plan.epochs
-        return chosen and self._can_evaluate
+        if self.preemption.walltime.ends is not None:
+            self.preemption.walltime.saved(self.checkpoints.longest)
+            self.preemption.watch_walltime(self.clock.longest_recent(self.read_every))
 
     @property
     def _can_evaluate(self) -> bool:
@@ -350,9 +310,6 @@ class TrainingLoop:
         )
         return self.now.metrics is not None
 
-    def _measured(self) -> dict[str, str]:
-        return measured(self.task.metrics, self.now.metrics or {})
-
     def _save(self, *, last: bool = False) -> None:
         self.checkpoints.save(self.now, self._finished(), last=last)  # step 7
 
@@ -361,20 +318,25 @@ class TrainingLoop:
         try:
             with contextlib.suppress(TrainingError):
                 # Here one rank alone may find a loss that is not finite.
-                self.adapter.communicator.together(lambda: self.losses.read(self.now))
+                self.adapter.communicator.together(self.updates.read)
                 self._save(last=True)
         except CheckpointError as error:
             text = str(error)
             self.adapter.communicator.on_root(lambda: log.warning("%s", text))
 
-    def _sum_up(self, stopped: Stopped) -> None:
-        messages = self.adapter.gradient_messages
+    def _end(self, stopped: Stopped) -> None:
+        """Close what was open, and write the summary."""
         # Ranks that stop early must not wait for one another any more.
-        ended_early = stopped in EARLY
+        early = stopped in (Stopped.PREEMPTED, Stopped.DIVERGED)
+        self.task.train.close()
+        self.timeline.close()
+        self.profile.close(discards=early)
+        messages = self.adapter.gradient_messages
         summary = with_session(self.clock.figures(), self.session)
         summary = with_evaluation(summary, self.now.metrics)
-        if not ended_early:
+        if not early:
             summary = with_usage(summary, self.adapter, self.clock)
+        alone = not (early and self.adapter.shards_state)
         summary = dataclasses.replace(
             summary,
             global_batch_size=self.plan.global_batch,
@@ -383,11 +345,9 @@ class TrainingLoop:
             samples_trained=self.now.samples,
             training_samples=self.task.train.samples,
             train_loss=self.now.train_loss,
-            step_split=None if ended_early else self.clock.step_split(self.adapter.communicator),
+            step_split=None if early else self.clock.step_split(self.adapter.communicator),
             gradient_messages=GradientMessages(**messages) if messages else None,
-            parameter_norm=None
-            if ended_early and self.adapter.shards_state
-            else self.task.parameter_norm(),
+            parameter_norm=self.task.parameter_norm() if alone else None,
             steps_skipped=self.now.skipped or None,
             saves=self.checkpoints.figures(self.shards.steps_per_epoch),
             stopped=stopped,
@@ -395,6 +355,10 @@ class TrainingLoop:
             timeline=self.timeline.recorded,
             profile=self.profile.recorded,
         )
-        speed_only = bool(self.task.speed_only)
-        table = rows(summary, self.clock.rates(), self._measured(), speed_only=speed_only)
-        self.show.end(f"hvdtrain {self.workload.name}", table, summary)
+        table = rows(
+            summary,
+            self.clock.rates(),
+            measured(self.task.metrics, self.now.metrics or {}),
+            speed_only=bool(self.task.speed_only),
+        )
+        self.show.end(f"hvdtrain {self.session.workload.name}", table, summary)

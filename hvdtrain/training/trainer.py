@@ -106,8 +106,7 @@ def train(workload: Workload, options: Options) -> int:
     task.model, task.optimizer = adapter.distribute_optimizer(  # step 5
         task.model, task.optimizer
     )
-    loop = TrainingLoop(session, shards, rate)
-    loop.now = loop.checkpoints.resume()
+    loop = TrainingLoop(session, shards, rate)  # which loads the checkpoint
     adapter.broadcast_state(task.model, task.optimizer)  # step 6
     show = progress_of(session, loop.now.training_id, loop.now.step)
     loop.announce(show, device)

@@ -57,7 +57,7 @@ def test_a_rank_that_finds_a_bad_loss_before_the_last_save_does_not_leave_the_ot
             if not communicator.is_root:
                 raise TrainingError("the loss is nan")
 
-        vars(loop).update(losses=SimpleNamespace(read=lambda now: read()))
+        vars(loop).update(updates=SimpleNamespace(read=read))
         loop._save_before_error()
 
     assert on_ranks(2, end) == [None, None]
