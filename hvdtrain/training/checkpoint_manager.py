@@ -22,7 +22,7 @@ from hvdtrain.system.folder import Folder
 from hvdtrain.system.runtime.exit import agreed, process_status
 from hvdtrain.tasks.task import LossScale
 from hvdtrain.training.checks import SHOWN
-from hvdtrain.training.plan import Session, training_origin
+from hvdtrain.training.plan import Session, origin_of
 from hvdtrain.training.trackers import new_training_id
 
 
@@ -63,7 +63,7 @@ class CheckpointManager:
         self.options, self.adapter, self.task = session.options, session.adapter, session.task
         data = session.task.train
         self.origin = {
-            **training_origin(session.workload, session.options, session.plan),
+            **origin_of(session.workload, session.options, session.plan),
             "training_samples": data.samples,
             **({"training_data_digest": data.digest[:SHOWN]} if data.digest else {}),
         }

@@ -23,7 +23,7 @@ from hvdtrain.system.files import check_folder
 from hvdtrain.system.runtime.detect import TORCHRUN, LaunchInfo, is_restarted
 from hvdtrain.system.runtime.exit import agreed
 from hvdtrain.tasks.task import Task, Workload
-from hvdtrain.training.plan import TrainingPlan, evaluation_origin, make_plan, training_origin
+from hvdtrain.training.plan import TrainingPlan, make_plan, origin_of
 from hvdtrain.training.trackers import check_trackers
 
 SHOWN = 12  # digits of a digest
@@ -56,9 +56,9 @@ def check_early(workload: Workload, options: Options, launch: LaunchInfo) -> Non
 
 def _check_origin(workload: Workload, options: Options, plan: TrainingPlan) -> None:
     """Raise if the checkpoint is of another training, as far as the options determine it."""
-    path, source, origin_of = options.checkpoint_dir, "--checkpoint-dir", training_origin
+    path, source = options.checkpoint_dir, "--checkpoint-dir"
     if options.evaluates_only:
-        path, source, origin_of = options.checkpoint or path, "checkpoint", evaluation_origin
+        path, source = options.checkpoint or path, "checkpoint"
     elif options.resume == "never":
         return
     checkpoint = checkpoints.read_newest_state(path) if path else None

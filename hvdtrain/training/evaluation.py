@@ -28,7 +28,7 @@ from hvdtrain.tasks.columns import Columns
 from hvdtrain.tasks.dataset import Batch
 from hvdtrain.tasks.metrics import Array, Consumer
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.plan import Session, evaluation_origin, has_average
+from hvdtrain.training.plan import Session, has_average, origin_of
 from hvdtrain.training.progress import progress_of
 from hvdtrain.training.summary import (
     evaluation_rows,
@@ -192,7 +192,7 @@ def _load_weights(session: Session) -> State:
     state: State = {"path": None, "step": 0}
     average = None
     if path is not None:
-        origin = evaluation_origin(session.workload, options, session.plan)
+        origin = origin_of(session.workload, options, session.plan)
         average = task.optimizer if options.ema else None  # which is in its state
         state = adapter.load_weights(path, task.model, average, origin=origin)
         if has_average(state) and not options.ema:

@@ -128,39 +128,23 @@ def _base_batch(options: Options, recipe: Recipe) -> int | None:
     return recipe.lr_base_batch or (recipe.batch_size if of_batch else None)
 
 
-def weights_origin(workload: Workload, options: Options, plan: TrainingPlan) -> dict[str, object]:
-    """Return the values of a checkpoint's ``origin`` that its weights must have to fit."""
-    return {"framework": options.framework, "workload": workload.name, "model": plan.model}
+def origin_of(workload: Workload, options: Options, plan: TrainingPlan) -> dict[str, object]:
+    """Return the values of a checkpoint's ``origin`` that a run must have to load it.
 
-
-def training_origin(workload: Workload, options: Options, plan: TrainingPlan) -> dict[str, object]:
-    """Return the values of a checkpoint's ``origin`` that a training must have to resume from it.
-
-    The optimizer is named with the options that determine what its state contains.
+    A training needs the optimizer, named with the options that determine what its state contains;
+    an evaluation only the model, and with ``--ema`` the optimizer: the moving average is part of
+    its state, in the order of its parameters.
     """
+    origin = {"framework": options.framework, "workload": workload.name, "model": plan.model}
+    if options.evaluates_only and not options.ema:
+        return {**origin}
     kind = [options.optimizer]
     if options.no_decay_on_norm and options.optimizer not in LAYERWISE:
         kind.append("--no-decay-on-norm")
     if options.ema:
         kind.append(EMA)
-    return {
-        **weights_origin(workload, options, plan),
-        "optimizer": " ".join(kind),
-        "seed": options.seed,
-    }
-
-
-def evaluation_origin(
-    workload: Workload, options: Options, plan: TrainingPlan
-) -> dict[str, object]:
-    """Return the values of a checkpoint's ``origin`` that an evaluation must have to load it.
-
-    The moving average is part of the optimizer's state, in the order of its parameters.
-    """
-    origin = weights_origin(workload, options, plan)
-    if options.ema:
-        origin["optimizer"] = training_origin(workload, options, plan)["optimizer"]
-    return origin
+    seed = {} if options.evaluates_only else {"seed": options.seed}
+    return {**origin, "optimizer": " ".join(kind), **seed}
 
 
 def has_average(state: Mapping[str, Any]) -> bool:

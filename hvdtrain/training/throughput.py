@@ -10,13 +10,13 @@ a step is compute.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,7 @@ def split(times: np.ndarray[Any, np.dtype[np.float64]]) -> StepSplit:
     return replace(parts, slowest_rank=slowest, slowest_share=float(last[slowest] / last.sum()))
 
 
-def _numbers() -> array[float]:
-    return array("d")  # 8 bytes per step: there may be millions
+_numbers = partial(array, "d")  # 8 bytes per step: there may be millions
 
 
 @dataclass
@@ -67,7 +66,7 @@ class Clock:
     data: array[float] = field(default_factory=_numbers)  # seconds of the wait for the batch
     blocked: array[float] = field(default_factory=_numbers)  # seconds, by other ranks; nan: unknown
     processor: array[float] = field(default_factory=_numbers)  # seconds of all threads of the rank
-    left_out: set[int] = field(default_factory=set)
+    uncounted: set[int] = field(default_factory=set)
     started: float = field(default_factory=lambda: psutil.Process().create_time())
     first_step: float | None = None
     _begun: float | None = None
@@ -111,7 +110,7 @@ class Clock:
         """
         now, processor = time.perf_counter(), time.process_time()
         if not counts:
-            self.left_out.add(len(self.seconds))
+            self.uncounted.add(len(self.seconds))
         self.seconds.append(now - self._last)
         self.processor.append(processor - self._last_processor)
         self.images.append(images)
@@ -144,22 +143,26 @@ class Clock:
         single = steps * statistics.median(recent) if recent else 0.0
         return max(max(recent, default=0.0), single)
 
+    def _counted(self, *columns: Sequence[float]) -> Iterator[tuple[float, ...]]:
+        """Yield the values of each step that counts, of all but the first min(5, steps // 5)."""
+        first = min(5, len(self.seconds) // 5)
+        for step, row in enumerate(zip(*columns, strict=True)):
+            if step >= first and step not in self.uncounted:
+                yield row
+
     def rates(self) -> list[float]:
         """Return images per second of each step that counts."""
-        pairs = zip(self.images, self.seconds, strict=True)
-        return [count / second for count, second in itertools.compress(pairs, self._counted())]
+        return [count / second for count, second in self._counted(self.images, self.seconds)]
 
     def figures(self) -> Summary:
-        """Return a summary with only throughput and seconds, over the counted steps.
+        """Return a summary with only throughput and seconds, over the steps that count.
 
-        The first min(5, steps // 5) steps are not counted. The mean is all images over all
-        seconds; the deviation is that of the steps' rates.
+        The mean is all images over all seconds; the deviation is that of the steps' rates.
         """
-        seconds = list(itertools.compress(self.seconds, self._counted()))
-        images = list(itertools.compress(self.images, self._counted()))
-        rates = self.rates()
+        rates, seconds = self.rates(), [second for (second,) in self._counted(self.seconds)]
+        images = sum(count for (count,) in self._counted(self.images))
         return Summary(
-            images_per_second_mean=sum(images) / sum(seconds) if seconds else None,
+            images_per_second_mean=images / sum(seconds) if seconds else None,
             images_per_second_std=statistics.pstdev(rates) if rates else None,
             step_seconds_median=statistics.median(seconds) if seconds else None,
             seconds_total=time.time() - self.started,
@@ -168,19 +171,13 @@ class Clock:
 
     def utilisation(self, threads: int) -> float | None:
         """Return the processor time of the counted steps over their time, times ``threads``."""
-        seconds = threads * sum(itertools.compress(self.seconds, self._counted()))
-        return (
-            sum(itertools.compress(self.processor, self._counted())) / seconds if seconds else None
-        )
+        rows = list(self._counted(self.processor, self.seconds))
+        seconds = threads * sum(second for _, second in rows)
+        return sum(busy for busy, _ in rows) / seconds if seconds else None
 
     def step_split(self, communicator: Communicator) -> StepSplit | None:
         """Return the split of the mean counted step; all ranks must call it."""
-        steps = zip(self.seconds, self.data, self.blocked, strict=True)
-        rows = list(itertools.compress(steps, self._counted()))
+        rows = list(self._counted(self.seconds, self.data, self.blocked))
         mine = np.array(rows[-MAX_STEPS:], np.float64).reshape(-1, 3)
         ranks = [np.frombuffer(row).reshape(-1, 3) for row in communicator.gather(mine.tobytes())]
         return split(np.stack(ranks)) if len(mine) else None
-
-    def _counted(self) -> list[bool]:
-        drop = min(5, len(self.seconds) // 5)
-        return [step >= drop and step not in self.left_out for step in range(len(self.seconds))]

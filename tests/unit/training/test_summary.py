@@ -188,7 +188,7 @@ def test_values_of_nvml_for_gpus(
         adapter = Ranked(communicator, threads=0)
         adapter.meter = GpuMeter(gpus[communicator.rank])
         adapter.meter.sample()
-        clock = Clock(seconds=[1.0, 1.0], images=[8, 16])
+        clock = Clock(seconds=[1.0, 1.0], images=[8, 16], processor=[0.0, 0.0])
         return with_usage(SUMMARY, adapter, clock)  # type: ignore[arg-type]
 
     for summary in on_ranks(2, on_a_gpu):

@@ -195,7 +195,7 @@ def test_all_ranks_tell_theirs(on_ranks: OnRanks) -> None:
             clock.blocked.append(0.1 if communicator.rank else 0.3)
             clock.seconds.append(1.0)
             if number == 5:  # a timeline was recorded then
-                clock.left_out.add(number)
+                clock.uncounted.add(number)
         return clock.step_split(communicator)
 
     for mean in on_ranks(3, action):
