@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,8 @@ def split(times: np.ndarray[Any, np.dtype[np.float64]]) -> StepSplit:
     return replace(parts, slowest_rank=slowest, slowest_share=float(last[slowest] / last.sum()))
 
 
-_numbers = partial(array, "d")  # 8 bytes per step: there may be millions
+def _numbers() -> array[float]:
+    return array("d")  # 8 bytes per step: there may be millions
 
 
 @dataclass
