@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = "Horovod is not installed: hvdtrain install-horovod"
     if reason:
         for item in items:
-            if "parallel" in item.path.parts or "perf" in item.path.parts:
+            if "parallel" in item.path.parts:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -83,8 +83,10 @@ def make_plan(toolchain: Toolchain, options: InstallOptions) -> BuildPlan:
     chosen = gpu if gpu != "auto" else "none" if missing else "nccl"
     requested = parse_arches(options.cuda_arch)
     supported = toolchain.cuda.arches if toolchain.cuda else ()
+    resources = find_resources()
+    jobs = max(1, min(int(resources.usable_cores), resources.memory // 2_000_000_000))
     local = toolchain.gpu_arches if set(toolchain.gpu_arches) <= set(supported) else ()
-    target = BuildTarget(names, chosen, options.jobs or default_jobs(), requested or local)
+    target = BuildTarget(names, chosen, options.jobs or jobs, requested or local)
     problems = [*_tool_problems(toolchain), *_framework_problems(target, toolchain)]
     if chosen == "nccl":
         problems += missing
@@ -121,12 +123,6 @@ def parse_arches(text: str) -> tuple[int, ...]:
             raise UsageError(f"--cuda-arch {word}: must be compute capabilities, e.g. 80,90")
         arches.add(int(word.replace(".", "")))
     return tuple(sorted(arches))
-
-
-def default_jobs() -> int:
-    """Return the number of parallel compilers for which this process has cores and memory."""
-    resources = find_resources()
-    return max(1, min(int(resources.usable_cores), resources.memory // 2_000_000_000))
 
 
 def _tool_problems(toolchain: Toolchain) -> Iterator[Problem]:

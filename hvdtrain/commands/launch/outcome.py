@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Self
 
 from hvdtrain.commands.launch.prepare import checkpoint_dir
-from hvdtrain.commands.launch.rank_output import REASON
 from hvdtrain.errors import EXIT_OK, EXIT_PREEMPTED, HvdtrainError, UsageError
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.exit import END_MARK, MARK_NAME, ProcessStatus
@@ -30,7 +29,19 @@ log = logging.getLogger(__name__)
 LOSS = re.compile(rb"has lost communication with a remote daemon|daemon failed to report back")
 HOST = re.compile(rb"Remote daemon: .* on node (\S+)|Remote host: +(\S+)")
 UNRESOLVED = re.compile(rb"Could not resolve hostname ([^\s:]+)")  # ssh's message
-NOTICE = 1000  # bytes of its message, enough for the host
+NOTICE = 1000  # bytes of a message about a lost host, enough for its name
+# Messages of Open MPI's mpirun are between two rules.
+RULE = b"-" * 74 + b"\n"
+BLOCK = re.compile(rb"^%b.*?^%b" % (RULE, RULE), re.MULTILINE | re.DOTALL)
+ENDING = re.compile(rb"non-zero (?:status|exit\s+code)|exited\s+on\s+signal")  # of a rank
+MAX_BLOCK = 4096  # bytes of a block
+# Messages with the reason why a rank ends: those of hvdtrain (``exit.print_error``, ``announce``),
+# a traceback, an error of the interpreter, an error of a command line.
+REASON = re.compile(
+    rb"hvdtrain: (?:error|failed|interrupted|rank \d+ on|SIG[A-Z]+\d?:)"
+    rb"|Traceback \(most recent call last\)|[\w.-]+: error: "
+    rb"|python[\d.]*: (?:can't open file|No module named)"
+)
 UNRELIABLE = (EXIT_OK, 255)  # exit codes of mpirun then
 MAX_MARK = 16  # bytes
 # Exit codes of ranks without a handler for a signal.
@@ -108,6 +119,23 @@ class JobOutcome:
             sys.stderr.write("\n")
         hint = ProcessStatus(checkpoint=newest_checkpoint(checkpoints)).resume_hint()
         raise HvdtrainError(f"{failure} (exit code of mpirun: {code}). {hint}")
+
+
+def split_endings(text: bytes) -> tuple[bytes, bytes]:
+    """Split ``text`` into all other text, and mpirun's blocks about exit codes of ranks."""
+    endings = [block for block in BLOCK.findall(text) if ENDING.search(block)]
+    others = BLOCK.sub(lambda block: b"" if ENDING.search(block[0]) else block[0], text)
+    return others, b"".join(endings)
+
+
+def cut_block(text: bytes) -> tuple[bytes, bytes]:
+    """Split ``text`` before an incomplete block of mpirun's."""
+    complete = text.count(RULE) % 2 == 0
+    end = text.rfind(b"\n") + 1 if complete else text.rfind(RULE)
+    block = text[end:]
+    if (complete and not RULE.startswith(block)) or len(block) > MAX_BLOCK:
+        return text, b""
+    return text[:end], block
 
 
 def newest_checkpoint(directory: Path | None) -> str:

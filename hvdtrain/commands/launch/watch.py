@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,16 +27,16 @@ from typing import IO
 import psutil
 
 from hvdtrain.commands.launch.argv import Launch
+from hvdtrain.commands.launch.hosts import RankLayout
 from hvdtrain.commands.launch.launcher_choice import OPEN_MPI
-from hvdtrain.commands.launch.outcome import JobOutcome, code_after_stop, report
-from hvdtrain.commands.launch.prepare import checkpoint_dir
-from hvdtrain.commands.launch.rank_output import (
-    LastOutput,
-    RankOutput,
+from hvdtrain.commands.launch.outcome import (
+    JobOutcome,
+    code_after_stop,
     cut_block,
-    holds_output,
+    report,
     split_endings,
 )
+from hvdtrain.commands.launch.prepare import checkpoint_dir
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.system.runtime.command import TIMED_OUT, start
 from hvdtrain.system.runtime.scratch import CLEAR
@@ -51,6 +53,87 @@ POLL = 0.2  # seconds between two checks of the time and of signals
 BLOCK_TIMEOUT = 0.2  # seconds for mpirun to write the rest of a block between two rules
 GRACE = 30.0  # seconds after TERM or HUP, the longest that batch systems wait before they kill
 DRAIN = 5.0  # seconds for the output to be closed after the end of the launcher
+
+STEP = re.compile(rb"\bstep (\d+)")
+# The mark of each dialect; its first group is the rank. Open MPI and Hydra put one before every
+# piece that they read, so also into the middle of a line: "<rank 0> par<rank 1> other\n<rank 0>
+# tial". The others write whole lines, so that a mark counts only at the beginning.
+MARKS = {
+    "openmpi4": re.compile(rb"\[\d+,(\d+)\]<std(?:out|err|diag)>:"),
+    "openmpi5": re.compile(rb"\[[^\[\]\s]*,(\d+)\]<std(?:out|err|diag)>: ?"),
+    "mpich": re.compile(rb"<rank (\d+)> "),
+    "intel": re.compile(rb"\A\[(\d+)\] ?"),
+    "pals": re.compile(rb"\A\S+ (\d+): ?"),
+    "srun": re.compile(rb"\A *(\d+): ?"),
+}
+# The periodic message of a rank that waits for another one (``waits``): no sign of progress.
+WAITING = re.compile(rb"hvdtrain: \d+ s in [^\n]* waiting for ")
+
+
+def holds_output(data: bytes) -> bool:
+    """Return whether ``data`` is a sign of progress, not only of a rank waiting for another one."""
+    return any(line and not WAITING.search(line) for line in data.split(b"\n"))
+
+
+@dataclass
+class RankOutput:
+    """Joins the pieces of a stream to lines, rank by rank."""
+
+    dialect: str  # of the marks
+    _raw: bytes = b""
+    _incomplete: dict[int | None, bytes] = field(default_factory=dict)
+
+    def feed(self, data: bytes) -> list[tuple[int | None, bytes]]:
+        """Return the lines that ``data`` completes, with their rank; None: the launcher's."""
+        *complete, self._raw = (self._raw + data).split(b"\n")
+        return [self._line(line) for line in complete]
+
+    def end(self) -> list[tuple[int | None, bytes]]:
+        """Return the unfinished lines when the stream closes."""
+        lines = [self._line(self._raw)] if self._raw else []
+        self._raw = b""
+        return [*lines, *((rank, text) for rank, text in self._incomplete.items() if text)]
+
+    def _line(self, line: bytes) -> tuple[int | None, bytes]:
+        """Return the last piece of ``line``, which its end completes; keep the others."""
+        before, *marked = MARKS[self.dialect].split(line)
+        pieces: list[tuple[int | None, bytes]] = [(None, before)] if before or not marked else []
+        pieces += [(int(rank), text) for rank, text in zip(marked[::2], marked[1::2], strict=True)]
+        for rank, text in pieces:
+            self._incomplete[rank] = self._incomplete.get(rank, b"") + text
+        last = pieces[-1][0]
+        return last, self._incomplete.pop(last)
+
+
+@dataclass
+class LastOutput:
+    """The last output of the ranks."""
+
+    at: float = field(default_factory=time.monotonic)  # time of the last output
+    rank: int | None = None  # the rank that wrote last, if known
+    text: bytes = b""  # its last line
+    steps: dict[int | None, int] = field(default_factory=dict)  # by rank
+
+    def note(self, rank: int | None, line: bytes) -> None:
+        """Record that ``rank`` wrote ``line``."""
+        if rank is None or not holds_output(line):
+            return
+        self.rank, self.text = rank, line
+        if steps := STEP.findall(line):
+            self.steps[rank] = int(steps[-1])
+
+    def describe(self, layout: RankLayout) -> str:
+        """Return a description of the last output: its rank, host and step."""
+        if self.rank is None:
+            return "no rank has produced output"
+        host = layout.host_of(self.rank) or socket.gethostname()
+        step = self.steps.get(self.rank, max(self.steps.values(), default=None))
+        # A line without a step may be from any later one: progress is reported at intervals.
+        relation = "at" if STEP.search(self.text) else "after"
+        position = "" if step is None else f", {relation} step {step}"
+        line = self.text.decode(errors="replace").strip()
+        shown = line if len(line) <= 100 else line[:97] + "..."
+        return f"last output from rank {self.rank} on {host}{position}: {shown!r}"
 
 
 @dataclass

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Self
 
@@ -53,8 +53,8 @@ class StopSignals:
     Open it before the first process starts: signals during the start are forwarded after it.
     """
 
-    def __init__(self, received: Iterable[int] = ()) -> None:
-        self.received = list(received)  # in order
+    def __init__(self) -> None:
+        self.received: list[int] = []  # in order
         self._forwarded = 0  # how many of them
         self._before: dict[int, Any] = {}  # handlers
         self._interrupts = False

@@ -17,7 +17,7 @@ from hvdtrain.commands.doctor.checks.files import SKEW
 from hvdtrain.commands.doctor.checks.machine import resource_findings
 from hvdtrain.commands.doctor.findings import ERROR, OK, WARNING, Finding, warning_if
 from hvdtrain.commands.doctor.rank_report import RankReport, WorldReport
-from hvdtrain.commands.launch.rank_output import split_endings
+from hvdtrain.commands.launch.outcome import split_endings
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import Device, RankFacts, check_devices, check_software, rank_names
 from hvdtrain.system.machine.network import is_this_host

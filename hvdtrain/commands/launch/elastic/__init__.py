@@ -182,16 +182,11 @@ def on_host(host: str, command: Command, environ: Mapping[str, str]) -> Command:
     It runs in the current working directory, with the variables of ``command``; another machine
     also gets the part of the user's ``environ`` that ranks need.
     """
-    if is_here(host):
+    if not host or is_this_host(host, local_names()):
         return command
     variables = {name: environ[name] for name in forwarded(environ)} | dict(command.env)
     remote = Command(command.argv, variables, Path.cwd())
     return Command((*SSH, host, f"exec {shlex.join(remote.words)}"))
-
-
-def is_here(host: str) -> bool:
-    """Return whether ``host`` is a name or address of this machine; empty: it is."""
-    return not host or is_this_host(host, local_names())
 
 
 class Agents(Processes):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import Allocation, Host, RankLayout, lay_out, parse_hosts
 from hvdtrain.commands.launch.launcher_choice import MpiLauncher
+from hvdtrain.commands.launch.outcome import REASON, cut_block, split_endings
 from hvdtrain.commands.launch.prepare import (
     Request,
     choose_threads,
@@ -22,15 +23,7 @@ from hvdtrain.commands.launch.prepare import (
     prepare,
     with_host_cores,
 )
-from hvdtrain.commands.launch.rank_output import (
-    MARKS,
-    REASON,
-    LastOutput,
-    RankOutput,
-    cut_block,
-    holds_output,
-    split_endings,
-)
+from hvdtrain.commands.launch.watch import MARKS, LastOutput, RankOutput, holds_output
 from hvdtrain.errors import UsageError
 from tests.conftest import executable
 from tests.unit.system.machine.test_threads import in_pbs
