@@ -119,6 +119,28 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
     Raises:
         UsageError: pycocotools is not installed.
     """
+    precisions = _precisions(coco, detected)
+    twice = {name for name, count in Counter(coco.names).items() if count > 1}
+    names = [
+        f"{name} {identity}" if name in twice else name
+        for name, identity in zip(coco.names, coco.categories, strict=True)
+    ]
+    present = precisions[0, 0] > -1
+    if not present.any():
+        return {"map": 0.0, "map50": 0.0}
+    return {
+        "map": float(precisions[:, :, present].mean()),
+        "map50": float(precisions[0][:, present].mean()),
+        **{
+            f"ap50/{name}": float(precisions[0, :, index].mean())
+            for index, name in enumerate(names)
+            if present[index]
+        },
+    }
+
+
+def _precisions(coco: Coco, detected: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return precisions by IoU, recall and category, for 100 detections; -1: no true box."""
     truth, judge = pycocotools()
     image, category = (
         {identity: at for at, identity in enumerate(ids)}
@@ -148,25 +170,8 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
         evaluation.params.maxDets = [1, 10, DETECTIONS]
         evaluation.evaluate()
         evaluation.accumulate()
-    twice = {name for name, count in Counter(coco.names).items() if count > 1}
-    names = [
-        f"{name} {identity}" if name in twice else name
-        for name, identity in zip(coco.names, coco.categories, strict=True)
-    ]
-    # By IoU, recall, category, area (all) and detections (100); -1: no true box.
-    precisions = evaluation.eval["precision"][:, :, :, 0, -1]
-    present = precisions[0, 0] > -1
-    if not present.any():
-        return {"map": 0.0, "map50": 0.0}
-    return {
-        "map": float(precisions[:, :, present].mean()),
-        "map50": float(precisions[0][:, present].mean()),
-        **{
-            f"ap50/{name}": float(precisions[0, :, index].mean())
-            for index, name in enumerate(names)
-            if present[index]
-        },
-    }
+    precisions: NDArray[np.float64] = evaluation.eval["precision"][:, :, :, 0, -1]  # all areas
+    return precisions
 
 
 def pycocotools() -> tuple[Any, Any]:
