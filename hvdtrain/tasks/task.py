@@ -98,6 +98,10 @@ class Task(ABC):
 
     default_losses: Callable[..., Any]
     """The framework's ``cross_entropy``: (logits, classes, smoothing=0.0) -> losses."""
+    _erased: Callable[[Any, Any], Any]
+    """(images, edges in pixels) -> the images, a part of each set to 0; perhaps in place."""
+    _mixed: Callable[[Any, Any, Any], Any]
+    """(first, second, shares of the first) -> the weighted sum of each pair."""
 
     def __init__(
         self,
@@ -155,17 +159,6 @@ class Task(ABC):
         """Return the network's output in training, in the precision of the weights."""
 
     @abstractmethod
-    def _erased(self, x: Any, boxes: Any) -> Any:
-        """Return images, a part of each set to 0; they may be changed in place.
-
-        The ``boxes`` are top, bottom, left and right edge in pixels, int64, shape (n, 4).
-        """
-
-    @abstractmethod
-    def _mixed(self, first: Any, second: Any, shares: Any) -> Any:
-        """Return ``shares``, one per sample, times ``first``, and the rest of ``second``."""
-
-    @abstractmethod
     def _checked(self, losses: Any, y: Any) -> Any:
         """Return ``losses``; raise ``UsageError`` if they are not one per sample of ``y``."""
 
@@ -174,12 +167,8 @@ class Task(ABC):
         """Return the sum of the losses of a batch, outputs in float64, and labels."""
 
     @abstractmethod
-    def _averages(self) -> list[tuple[Any, Any]]:
-        """Return the weights that this process updates, and the moving average of each."""
-
-    @abstractmethod
-    def _replace(self, weights: list[Any], values: list[Any]) -> list[Any]:
-        """Assign ``values`` to weights; return copies of what those were."""
+    def _set_weights(self, values: list[Any] | None = None) -> list[Any]:
+        """Set the weights that have a moving average to it, or to ``values``; return the former."""
 
     @abstractmethod
     def parameter_norm(self) -> float:
@@ -254,16 +243,14 @@ class Task(ABC):
         if not self.options.ema:
             yield
             return
-        averages = self._averages()
-        weights = [weight for weight, _ in averages]
-        before = self._replace(weights, [average for _, average in averages])
+        before = self._set_weights()
         self.share_weights()
         try:
             yield
         except BaseException:
-            self._replace(weights, before)
+            self._set_weights(before)
             raise
-        self._replace(weights, before)
+        self._set_weights(before)
         self.share_weights()
 
 

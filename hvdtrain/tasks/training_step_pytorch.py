@@ -76,11 +76,16 @@ def erase(x: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
     return x.masked_fill_(within[0][:, None, :, None] & within[1][:, None, None, :], 0)
 
 
+def mix(first: torch.Tensor, second: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of each pair of samples, by the share of the first one."""
+    return torch.lerp(second, first, shares.view(-1, *[1] * (first.ndim - 1)))
+
+
 class TorchTask(Task):
     """A task in PyTorch."""
 
     default_losses = staticmethod(cross_entropy)
-    _erased = staticmethod(erase)
+    _erased, _mixed = staticmethod(erase), staticmethod(mix)
 
     @override
     def _prepare(self, scale: tuple[Any, Any] | None, *, channels_last: bool) -> None:
@@ -238,12 +243,6 @@ class TorchTask(Task):
         return output.to(self.dtype)
 
     @override
-    def _mixed(
-        self, first: torch.Tensor, second: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
-        return torch.lerp(second, first, shares.view(-1, *[1] * (first.ndim - 1)))
-
-    @override
     def _checked(self, losses: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if losses.shape != y.shape[:1]:
             raise UsageError(
@@ -286,15 +285,13 @@ class TorchTask(Task):
         loss = float(self._checked(self.losses(output, y), y).double().sum())
         return loss, output.double().cpu().numpy(), y.cpu().numpy()
 
-    @override
-    def _averages(self) -> list[tuple[Any, Any]]:
-        return averages_of(self.optimizer)
-
     @torch.no_grad()
     @override
-    def _replace(self, weights: list[Any], values: list[Any]) -> list[Any]:
-        before = [weight.detach().clone() for weight in weights]
-        for weight, value in zip(weights, values, strict=True):
+    def _set_weights(self, values: list[Any] | None = None) -> list[Any]:
+        averaged = averages_of(self.optimizer)
+        before = [weight.clone() for weight, _ in averaged]
+        values = values or [average for _, average in averaged]
+        for (weight, _), value in zip(averaged, values, strict=True):
             weight.copy_(value)
         return before
 

@@ -65,6 +65,12 @@ def erase(x: Any, boxes: Any) -> Any:
     return tf.where(within, tf.zeros((), x.dtype), x)
 
 
+def mix(first: Any, second: Any, shares: Any) -> Any:
+    """Return the weighted sum of each pair of samples, by the share of the first one."""
+    shares = tf.reshape(shares, [-1, *[1] * (len(first.shape) - 1)])
+    return first * shares + second * (1 - shares)
+
+
 class TFTask(Task):
     """A task in TensorFlow, for any Keras model.
 
@@ -73,7 +79,7 @@ class TFTask(Task):
     """
 
     default_losses = staticmethod(cross_entropy)
-    _erased = staticmethod(erase)
+    _erased, _mixed = staticmethod(erase), staticmethod(mix)
 
     @override
     def _prepare(self, scale: tuple[Any, Any] | None, *, channels_last: bool) -> None:
@@ -210,11 +216,6 @@ class TFTask(Task):
         with self._lowered():
             return tf.cast(self.model(x, training=True), self.dtype)
 
-    @override
-    def _mixed(self, first: Any, second: Any, shares: Any) -> Any:
-        shares = tf.reshape(shares, [-1, *[1] * (len(first.shape) - 1)])
-        return first * shares + second * (1 - shares)
-
     def _apply(self, gradients: list[Any], variables: list[Any], learning_rate: Any) -> Any:
         """Update; return the first gradient that is not finite, global and local; -1: none."""
         rate = self.optimizer.learning_rate
@@ -242,16 +243,13 @@ class TFTask(Task):
                 layer.dtype_policy = policy
 
     @override
-    def _averages(self) -> list[tuple[Any, Any]]:
+    def _set_weights(self, values: list[Any] | None = None) -> list[Any]:
         optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        if not int(optimizer.iterations):
+        if not int(optimizer.iterations):  # no average yet
             return []
-        averages = optimizer._model_variables_moving_average
-        return list(zip(self.model.trainable_variables, averages, strict=True))
-
-    @override
-    def _replace(self, weights: list[Any], values: list[Any]) -> list[Any]:
+        weights = self.model.trainable_variables
         before = [weight.numpy() for weight in weights]
+        values = values or optimizer._model_variables_moving_average
         for weight, value in zip(weights, values, strict=True):
             weight.assign(value)
         return before

@@ -137,30 +137,21 @@ def evaluate_only(session: Session, device: str) -> int:
     Raises:
         UsageError: on every rank: there is nothing to evaluate on, or no such checkpoint.
     """
-    workload, options = session.workload, session.options
-    task, adapter = session.task, session.adapter
+    options, task, adapter = session.options, session.task, session.adapter
     test = task.test
     if test is None or not test.samples:
         remedy = "use --data DIR that contains val/, or a task with test samples"
         raise agreed(UsageError(f"there are no samples to evaluate on: {remedy}"))
     state = _load_weights(session)
     show = progress_of(session)
-    show.begin(
-        [
-            headline(session, device),
-            f"evaluating {state['path'] or 'new weights'}, step {state['step']}, on "
-            f"{test.samples:,} {workload.unit}",
-            *task.notes,
-        ],
-        total=0,
-        done=0,
-    )
+    what = f"evaluating {state['path'] or 'new weights'}, step {state['step']}, on "
+    what += f"{test.samples:,} {session.workload.unit}"
+    show.begin([headline(session, device), what, *task.notes], total=0, done=0)
     process_status.stage = "evaluation"
     lines = Lines(task.columns, test.samples, adapter.world)
     also = [lines] if options.predict else []
     started = time.perf_counter()
-    batch = session.plan.global_batch
-    metrics = evaluate(adapter, task, batch, moved=show.evaluating, also=also)
+    metrics = evaluate(adapter, task, session.plan.global_batch, moved=show.evaluating, also=also)
     assert metrics is not None
     rate = test.samples / (time.perf_counter() - started)
     if options.predict:
@@ -177,7 +168,7 @@ def evaluate_only(session: Session, device: str) -> int:
         images_per_second_mean=rate if options.benchmark else None,
     )
     table = evaluation_rows(summary, measured(task.metrics, metrics), options.predict)
-    show.end(f"hvdtrain {workload.name}", table, summary)
+    show.end(f"hvdtrain {session.workload.name}", table, summary)
     return EXIT_OK
 
 

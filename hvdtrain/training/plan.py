@@ -71,29 +71,21 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
     model = choose_model(workload, options)
     recipe = workload.recipe(options)
     epochs = _or_default(options.epochs, recipe.epochs)
-    # A run shorter than the recipe's has a proportionally shorter warm-up, but at least an epoch
-    # or half of the training: the first updates of a new network need one.
-    share = recipe.warmup_epochs * epochs / recipe.epochs
-    warmup = min(recipe.warmup_epochs, max(share, min(1.0, epochs / 2)))
-    global_batch = _or_default(
-        options.global_batch_size,
-        _or_default(options.batch_size, recipe.batch_size)
-        * world.devices
-        * options.accumulate_steps,
-    )
-    # A fixed global batch means the same training at any world size.
-    fixed = options.global_batch_size or recipe.lr_base_batch
+    batch = _or_default(options.batch_size, recipe.batch_size)
+    all_ranks = batch * world.devices * options.accumulate_steps
+    global_batch = _or_default(options.global_batch_size, all_ranks)
     # LARS and LAMB bound each update by the norm of its weight, so their rate grows more slowly.
     layerwise = options.optimizer in LAYERWISE
     scaling = options.lr_scaling or ("sqrt" if layerwise else "linear")
-    base_batch = _base_batch(options, recipe)
     lr = base_lr = _or_default(options.lr, recipe.lr.of(options.optimizer))
+    base_batch = _base_batch(options, recipe)
     if base_batch:
         lr *= scale_factor(scaling, global_batch / base_batch)
-        if layerwise and global_batch > base_batch:
-            warmup = max(warmup, LARGE_BATCH_WARMUP * epochs)
+    # A fixed global batch means the same training at any world size.
+    fixed = options.global_batch_size or recipe.lr_base_batch
     is_random = workload.random_without_data and options.data is None and options.epochs is None
     steps = BENCHMARK_STEPS if options.benchmark or is_random else None
+    large = bool(layerwise and base_batch and global_batch > base_batch)
     return TrainingPlan(
         model=model,
         global_batch=global_batch,
@@ -101,20 +93,29 @@ def make_plan(workload: Workload, options: Options, world: World) -> TrainingPla
         num_steps=_or_default(options.num_steps, steps),
         lr_scaling="none" if base_batch or (fixed and options.lr_scaling is None) else scaling,
         lr=lr,
-        schedule={
-            "epochs": epochs,
-            "warmup_epochs": _or_default(options.warmup_epochs, warmup),
-            "schedule": _or_default(options.lr_schedule, recipe.lr_schedule),
-            "milestones": _or_default(
-                options.lr_milestones,
-                tuple(epoch * epochs / recipe.epochs for epoch in recipe.lr_milestones),
-            ),
-            "decay": options.lr_decay,
-        },
+        schedule=_schedule(options, recipe, epochs, large=large),
         weight_decay=_or_default(options.weight_decay, recipe.weight_decay),
         warmup_steps=options.warmup_steps,
         lr_from=(base_lr, base_batch) if base_batch else None,
     )
+
+
+def _schedule(options: Options, recipe: Recipe, epochs: int, *, large: bool) -> Schedule:
+    """Return the schedule of the learning rate; ``large``: of a large batch with LARS or LAMB."""
+    # A run shorter than the recipe's has a proportionally shorter warm-up, but at least an epoch
+    # or half of the training: the first updates of a new network need one.
+    share = recipe.warmup_epochs * epochs / recipe.epochs
+    warmup = min(recipe.warmup_epochs, max(share, min(1.0, epochs / 2)))
+    if large:
+        warmup = max(warmup, LARGE_BATCH_WARMUP * epochs)
+    milestones = tuple(epoch * epochs / recipe.epochs for epoch in recipe.lr_milestones)
+    return {
+        "epochs": epochs,
+        "warmup_epochs": _or_default(options.warmup_epochs, warmup),
+        "schedule": _or_default(options.lr_schedule, recipe.lr_schedule),
+        "milestones": _or_default(options.lr_milestones, milestones),
+        "decay": options.lr_decay,
+    }
 
 
 def _base_batch(options: Options, recipe: Recipe) -> int | None:

@@ -142,30 +142,15 @@ def _build(
 ) -> Task:
     """Build the task, and check that its data is the same on all ranks."""
     check(of_device(options, gpu=adapter.has_gpu))
-    precision = choose_precision(
-        options.precision,
-        prefers_bf16=workload.prefers_bf16(plan.model),
-        has_bf16=adapter.has_gpu or processor_has_bf16(),
-    )
-    if options.evaluates_only and precision != "fp64":
-        precision = "fp32"
+    filled_in = _filled_in(workload, options, plan, adapter)
     adapter.use_tf32(options.tf32)
     if options.deterministic:
         adapter.make_deterministic()
-    data, staged = options.data, ""
+    staged = ""
     if options.stage and options.data:
         data, staged = stage(adapter, options.data, options.stage)
+        filled_in = dataclasses.replace(filled_in, data=data)
     terminal.status(f"reading the data, building model {plan.model}")
-    cores = local_cores(adapter.world.local_rank, adapter.world.local_size)
-    filled_in = dataclasses.replace(
-        options,
-        data=data,
-        model=plan.model,
-        precision=precision,
-        weight_decay=plan.weight_decay,
-        workers=choose_workers(options.workers, gpu=adapter.has_gpu, cores=cores),
-        device=adapter.device,
-    )
     task = adapter.communicator.together(lambda: workload.build(filled_in))
     check_data(adapter, task)
     if staged:
@@ -179,6 +164,28 @@ def _build(
         terminal.status("compiling")
         adapter.communicator.together(lambda: adapter.compile(task))
     return task
+
+
+def _filled_in(
+    workload: Workload, options: Options, plan: TrainingPlan, adapter: CommonAdapter
+) -> Options:
+    """Return the options with every default filled in, for the task on this rank."""
+    precision = choose_precision(
+        options.precision,
+        prefers_bf16=workload.prefers_bf16(plan.model),
+        has_bf16=adapter.has_gpu or processor_has_bf16(),
+    )
+    if options.evaluates_only and precision != "fp64":
+        precision = "fp32"
+    cores = local_cores(adapter.world.local_rank, adapter.world.local_size)
+    return dataclasses.replace(
+        options,
+        model=plan.model,
+        precision=precision,
+        weight_decay=plan.weight_decay,
+        workers=choose_workers(options.workers, gpu=adapter.has_gpu, cores=cores),
+        device=adapter.device,
+    )
 
 
 @contextlib.contextmanager

@@ -119,12 +119,18 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
     Raises:
         UsageError: pycocotools is not installed.
     """
-    precisions = _precisions(coco, detected)
-    twice = {name for name, count in Counter(coco.names).items() if count > 1}
-    names = [
-        f"{name} {identity}" if name in twice else name
-        for name, identity in zip(coco.names, coco.categories, strict=True)
-    ]
+    truth, judge = pycocotools()
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
+        true = truth.COCO()
+        true.dataset = _dataset(coco)
+        true.createIndex()
+        results = true.loadRes(detected) if len(detected) else truth.COCO()
+        evaluation = judge.COCOeval(true, results, "bbox")
+        evaluation.params.maxDets = [1, 10, DETECTIONS]
+        evaluation.evaluate()
+        evaluation.accumulate()
+    # By IoU, recall, category, area (all) and detections (100); -1: no true box.
+    precisions = evaluation.eval["precision"][:, :, :, 0, -1]
     present = precisions[0, 0] > -1
     if not present.any():
         return {"map": 0.0, "map50": 0.0}
@@ -133,45 +139,40 @@ def precision(coco: Coco, detected: NDArray[np.float64]) -> dict[str, float]:
         "map50": float(precisions[0][:, present].mean()),
         **{
             f"ap50/{name}": float(precisions[0, :, index].mean())
-            for index, name in enumerate(names)
+            for index, name in enumerate(_unique_names(coco))
             if present[index]
         },
     }
 
 
-def _precisions(coco: Coco, detected: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return precisions by IoU, recall and category, for 100 detections; -1: no true box."""
-    truth, judge = pycocotools()
+def _dataset(coco: Coco) -> dict[str, object]:
+    """Return the true boxes in COCO's format, with indices as identities."""
     image, category = (
         {identity: at for at, identity in enumerate(ids)}
         for ids in (coco.ids.tolist(), coco.categories)
     )
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
-        true = truth.COCO()
-        true.dataset = {
-            "info": {},
-            "images": [{"id": at} for at in image.values()],
-            "categories": [{"id": at} for at in category.values()],
-            # An annotation of id 0 would count as none (pycocotools 2.0.11).
-            "annotations": [
-                {
-                    **msgspec.structs.asdict(entry),
-                    "image_id": image[entry.image_id],
-                    "category_id": category[entry.category_id],
-                    "bbox": list(entry.bbox),
-                    "id": number,
-                }
-                for number, entry in enumerate(coco.annotations, 1)
-            ],
-        }
-        true.createIndex()
-        results = true.loadRes(detected) if len(detected) else truth.COCO()
-        evaluation = judge.COCOeval(true, results, "bbox")
-        evaluation.params.maxDets = [1, 10, DETECTIONS]
-        evaluation.evaluate()
-        evaluation.accumulate()
-    precisions: NDArray[np.float64] = evaluation.eval["precision"][:, :, :, 0, -1]  # all areas
-    return precisions
+    return {
+        "info": {},
+        "images": [{"id": at} for at in image.values()],
+        "categories": [{"id": at} for at in category.values()],
+        # An annotation of id 0 would count as none (pycocotools 2.0.11).
+        "annotations": [
+            {
+                **msgspec.structs.asdict(entry),
+                "image_id": image[entry.image_id],
+                "category_id": category[entry.category_id],
+                "bbox": list(entry.bbox),
+                "id": number,
+            }
+            for number, entry in enumerate(coco.annotations, 1)
+        ],
+    }
+
+
+def _unique_names(coco: Coco) -> list[str]:
+    counts = Counter(coco.names)
+    both = zip(coco.names, coco.categories, strict=True)
+    return [f"{name} {identity}" if counts[name] > 1 else name for name, identity in both]
 
 
 def pycocotools() -> tuple[Any, Any]:
