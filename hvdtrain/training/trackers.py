@@ -1,7 +1,7 @@
 """``--tracker``: a training recorded by Weights & Biases, MLflow or TensorBoard.
 
-Only the writing rank has trackers. Their packages write in the background. One that fails is left
-out with a warning, and the training continues.
+Only the writing rank has trackers. Their packages write in the background. One that fails is
+dropped with a warning, and the training continues.
 """
 
 from __future__ import annotations
@@ -361,13 +361,13 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
         for name, start in starts.items():
             terminal.status(f"starting {name}")
-            with self._left_out_if_it_fails(name):
+            with self._dropped_if_it_fails(name):
                 self._trackers[name] = start()
         if self._trackers:
             process_status.at_exit.append(lambda code: self.close(None))  # if the run has failed
 
     @contextmanager
-    def _left_out_if_it_fails(self, name: str) -> Iterator[None]:
+    def _dropped_if_it_fails(self, name: str) -> Iterator[None]:
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -379,7 +379,7 @@ class Trackers:
     def write(self, kind: str, figures: Figures) -> None:
         """Add figures of a ``step`` or ``epoch`` to each tracker."""
         for name, tracker in list(self._trackers.items()):
-            with self._left_out_if_it_fails(name):
+            with self._dropped_if_it_fails(name):
                 tracker.write(int(figures["step"]), points(kind, figures))
 
     def close(
@@ -398,7 +398,7 @@ class Trackers:
 
         def end() -> None:
             for name, tracker in trackers.items():
-                with self._left_out_if_it_fails(name):
+                with self._dropped_if_it_fails(name):
                     tracker.close(summary)
                     notes.append(tracker.note)
                 open_.remove(name)

@@ -81,7 +81,7 @@ def build(options: ImageOptions) -> Task:
             else "no --data: measuring speed on random images, {updates}; use --data DIR to train"
         )
         return task
-    train, test, left_out = _load(options.data, options)
+    train, test, broken = _load(options.data, options)
     folder, random, centre = loader.Folder, "random_crop", "centre_crop"
     decoder = _decoder(options)
     if decoder == DALI:
@@ -96,8 +96,8 @@ def build(options: ImageOptions) -> Task:
     task.decoder = decoder
     notes = ["images are decoded by DALI"] if decoder == DALI else []
     notes += image_folder.notes(options.data, train, test)
-    if left_out:
-        notes.append(f"skipped {plural(len(left_out), 'broken image')}, e.g. {left_out[0]}")
+    if broken:
+        notes.append(f"skipped {plural(len(broken), 'broken image')}, e.g. {broken[0]}")
     task.notes = tuple(notes)
     return task
 
@@ -105,18 +105,18 @@ def build(options: ImageOptions) -> Task:
 def _load(data: Path, options: ImageOptions) -> tuple[ImageFolder, ImageFolder | None, list[str]]:
     """Return the training and the test images, and the names of skipped ones."""
     train, test = image_folder.load(data, skip_broken=options.skip_broken)
-    left_out: list[str] = []
+    broken: list[str] = []
     if options.skip_broken:
         decode = image_folder.by_pillow
         if options.framework == "tensorflow":
             loader = importlib.import_module(f"hvdtrain.workloads.data.{LOADERS['tensorflow']}")
             decode = loader.by_tensorflow
         workers = options.workers or 1
-        train, left_out = image_folder.without_broken(train, workers, decode)
+        train, broken = image_folder.without_broken(train, workers, decode)
         if test is not None:
-            test, broken = image_folder.without_broken(test, workers, decode)
-            left_out = left_out + broken
-    return train, test, left_out
+            test, more = image_folder.without_broken(test, workers, decode)
+            broken = broken + more
+    return train, test, broken
 
 
 def _decoder(options: ImageOptions) -> str:
