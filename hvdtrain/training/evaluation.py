@@ -144,9 +144,9 @@ def evaluate_only(session: Session, device: str) -> int:
         raise agreed(UsageError(f"there are no samples to evaluate on: {remedy}"))
     state = _load_weights(session)
     show = progress_of(session)
-    what = f"evaluating {state['path'] or 'new weights'}, step {state['step']}, on "
-    what += f"{test.samples:,} {session.workload.unit}"
-    show.begin([headline(session, device), what, *task.notes], total=0, done=0)
+    weights = f"{state['path'] or 'new weights'}, step {state['step']}"
+    line = f"evaluating {weights}, on {test.samples:,} {session.workload.unit}"
+    show.begin([headline(session, device), line, *task.notes], total=0, done=0)
     process_status.stage = "evaluation"
     lines = Lines(task.columns, test.samples, adapter.world)
     also = [lines] if options.predict else []

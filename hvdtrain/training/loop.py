@@ -205,12 +205,12 @@ class TrainingLoop:
         regular = step % self.read_every == 0 or step % self.log_every == 0
         if not (regular or self._pauses or self.checkpoints.is_due(step)):
             return True
-        made = self.updates.read()
+        are_made = self.updates.read()
         if self.adapter.meter:
             self.adapter.meter.sample()
-        if made:
+        if are_made:
             self.updates.check_loss_scale()
-        return made
+        return are_made
 
     def _record(self, part: Part, rate: float) -> None:
         """Record the time of the step that has just ended, and show its progress."""
@@ -336,7 +336,6 @@ class TrainingLoop:
         summary = with_evaluation(summary, self.now.metrics)
         if not early:
             summary = with_usage(summary, self.adapter, self.clock)
-        alone = not (early and self.adapter.shards_state)
         summary = dataclasses.replace(
             summary,
             global_batch_size=self.plan.global_batch,
@@ -347,7 +346,9 @@ class TrainingLoop:
             train_loss=self.now.train_loss,
             step_split=None if early else self.clock.step_split(self.adapter.communicator),
             gradient_messages=GradientMessages(**messages) if messages else None,
-            parameter_norm=self.task.parameter_norm() if alone else None,
+            parameter_norm=None
+            if early and self.adapter.shards_state
+            else self.task.parameter_norm(),
             steps_skipped=self.now.skipped or None,
             saves=self.checkpoints.figures(self.shards.steps_per_epoch),
             stopped=stopped,

@@ -94,9 +94,9 @@ class Updates:
         """
         now, unread, self._unread = self.now, self._unread, []
         skipped = self._task.skipped_updates() if self._task.deferred else 0
-        made = unread[: len(unread) - skipped]
-        values = self._task.loss_values([loss for _, loss in made])
-        for number, ((part, _), value) in enumerate(zip(made, values, strict=True), 1):
+        counted = unread[: len(unread) - skipped]
+        values = self._task.loss_values([loss for _, loss in counted])
+        for number, ((part, _), value) in enumerate(zip(counted, values, strict=True), 1):
             if not math.isfinite(value):
                 if self._task.loss_scale:
                     continue
@@ -110,7 +110,7 @@ class Updates:
             self._sum += value * part.count
             self._count += part.count
         if skipped:
-            self._go_back([part for part, _ in unread[len(made) :]])
+            self._go_back([part for part, _ in unread[len(counted) :]])
         return not skipped
 
     def _go_back(self, parts: list[Part]) -> None:

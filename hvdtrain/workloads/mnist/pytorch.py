@@ -15,10 +15,7 @@ def network(model: str, dropout: float | None = None) -> nn.Module:
     Both are described in ``task.EPILOG``. ``dropout`` is one fraction for all dropouts; None keeps
     the defaults of the network.
     """
-
-    def fraction(default: float) -> float:
-        return default if dropout is None else dropout
-
+    half = 0.5 if dropout is None else dropout
     if model == "tutorial":
         return nn.Sequential(
             nn.Conv2d(1, 32, 3),
@@ -26,11 +23,11 @@ def network(model: str, dropout: float | None = None) -> nn.Module:
             nn.Conv2d(32, 64, 3),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            nn.Dropout(fraction(0.25)),
+            nn.Dropout(0.25 if dropout is None else dropout),
             nn.Flatten(),
             nn.Linear(9216, 128),
             nn.ReLU(),
-            nn.Dropout(fraction(0.5)),
+            nn.Dropout(half),
             nn.Linear(128, CLASSES),
         )
     return nn.Sequential(
@@ -38,13 +35,13 @@ def network(model: str, dropout: float | None = None) -> nn.Module:
         nn.MaxPool2d(2),
         nn.ReLU(),
         nn.Conv2d(10, 20, 5),
-        nn.Dropout2d(fraction(0.5)),
+        nn.Dropout2d(half),
         nn.MaxPool2d(2),
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(320, 50),
         nn.ReLU(),
-        nn.Dropout(fraction(0.5)),
+        nn.Dropout(half),
         nn.Linear(50, CLASSES),
     )
 

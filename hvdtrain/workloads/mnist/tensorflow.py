@@ -15,19 +15,16 @@ def network(model: str, dropout: float | None = None, dtype: str = "float32") ->
     Both are described in ``task.EPILOG``. ``dropout`` is one fraction for all dropouts; None keeps
     the defaults of the network.
     """
-
-    def fraction(default: float) -> float:
-        return default if dropout is None else dropout
-
+    half = 0.5 if dropout is None else dropout
     if model == "tutorial":
         steps = [
             layers.Conv2D(32, 3, activation="relu", name="conv1", dtype=dtype),
             layers.Conv2D(64, 3, activation="relu", name="conv2", dtype=dtype),
             layers.MaxPooling2D(2, dtype=dtype),
-            layers.Dropout(fraction(0.25), dtype=dtype),
+            layers.Dropout(0.25 if dropout is None else dropout, dtype=dtype),
             layers.Flatten(dtype=dtype),
             layers.Dense(128, activation="relu", name="dense1", dtype=dtype),
-            layers.Dropout(fraction(0.5), dtype=dtype),
+            layers.Dropout(half, dtype=dtype),
             layers.Dense(CLASSES, name="dense2", dtype=dtype),
         ]
     else:
@@ -36,12 +33,12 @@ def network(model: str, dropout: float | None = None, dtype: str = "float32") ->
             layers.MaxPooling2D(2, dtype=dtype),
             layers.ReLU(dtype=dtype),
             layers.Conv2D(20, 5, name="conv2", dtype=dtype),
-            layers.SpatialDropout2D(fraction(0.5), dtype=dtype),
+            layers.SpatialDropout2D(half, dtype=dtype),
             layers.MaxPooling2D(2, dtype=dtype),
             layers.ReLU(dtype=dtype),
             layers.Flatten(dtype=dtype),
             layers.Dense(50, activation="relu", name="dense1", dtype=dtype),
-            layers.Dropout(fraction(0.5), dtype=dtype),
+            layers.Dropout(half, dtype=dtype),
             layers.Dense(CLASSES, name="dense2", dtype=dtype),
         ]
     image = keras.Input((SIDE, SIDE, 1), dtype=dtype)
