@@ -28,6 +28,7 @@ PATHS := $(PATH)
 PIP = python -m hvdtrain.system.runtime.terminal $(1) \
     python -m pip install --quiet --disable-pip-version-check
 PYTEST := python -m pytest
+TWO_WORKERS := --numprocesses 2 --dist loadfile
 WHEELS := --only-binary :all:
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -38,7 +39,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 
-.PHONY: help setup demo check test test-all soak docs dist format requirements clean
+.PHONY: help setup demo check test test-all extras soak docs dist format requirements clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
@@ -91,9 +92,15 @@ check: $(CHECK_STAMP)  ## lint, imports, unit tests: no framework, no Horovod; m
 
 test: setup  ## check, types, each framework in one process, one run on real ranks per contract
 	@$(MAKE) --no-print-directory check
-	@# Side by side: each uses one core most of the time.
-	mypy & types=$$!; $(PYTEST) tests/framework; wait $$types
-	$(PYTEST) tests/parallel -m contract --durations=0 | tee .durations.txt
+	mypy & types=$$!; $(PYTEST) tests/framework $(TWO_WORKERS); wait $$types
+	$(PYTEST) tests/parallel -m contract $(TWO_WORKERS) --durations=0 | tee .durations.txt
+
+# What mostly waits, for processes and hosts and time, and what mostly computes; the first of them
+# has all that may install packages of the system. New files are of the second.
+WAITING := $(wildcard tests/cluster tests/faults tests/browser $(patsubst %,tests/parallel/test_%.py,\
+    bad_input commands doctor elastic launch saves signs_of_life spawn terminal trainers unequal))
+COMPUTING := $(wildcard tests/fuzz tests/parallel) $(addprefix --ignore=,$(WAITING))
+REST := python -m pytest -m 'not contract and not timing' --durations=0
 
 test-all: setup  ## all tests, as the continuous integration runs them
 	coverage erase
@@ -101,21 +108,26 @@ test-all: setup  ## all tests, as the continuous integration runs them
 	coverage combine --quiet
 	coverage report
 	@$(MAKE) --no-print-directory docs
-	python -m pytest $(wildcard tests/fuzz tests/parallel tests/faults tests/cluster tests/browser) \
-	    -m 'not contract' --durations=0 | tee --append .durations.txt
+	@# Side by side; what the first wrote is shown when both have ended.
+	$(REST) $(WAITING) > .waiting.log 2>&1 & waiting=$$!; failed=0; \
+	    $(REST) $(COMPUTING) | tee --append .durations.txt || failed=1; \
+	    wait $$waiting || failed=1; tee --append .durations.txt < .waiting.log; exit $$failed
+	python -m pytest tests/parallel -m timing --durations=0 | tee --append .durations.txt
 
-soak: setup  ## what takes too long for test-all: faults again and again, all pairs, peak memory
-	python -m tests.faults --times 5
-	python -m tests.faults.soak --data ../shared/data/mnist
-	python -m tests.faults.soak --data ../shared/data/mnist --framework tensorflow
-	python -m tests.fuzz all --seconds 600
+extras: setup  ## the tests that need DALI, MLflow and wandb: 900 MB
 	@$(call PIP,"pip installs DALI and the trackers") \
 	    $(WHEELS) --require-hashes --requirement requirements-extras.txt
 	HVDTRAIN_LONG=1 $(PYTEST) $(wildcard tests/*/test_dali.py tests/*/test_trackers.py) \
 	    tests/unit/training/test_trackers.py
+
+soak: extras  ## what takes too long for test-all: faults again and again, all pairs, peak memory
+	python -m tests.faults --times 5
+	python -m tests.faults.soak --data ../shared/data/mnist
+	python -m tests.faults.soak --data ../shared/data/mnist --framework tensorflow
+	python -m tests.fuzz all --seconds 600
 	HVDTRAIN_LONG=1 $(PYTEST) -s tests/faults/test_killed_saves.py tests/parallel/test_pairs.py \
 	    tests/parallel/test_many_ranks.py
-	HVDTRAIN_LONG=1 $(PYTEST) -s tests/parallel/test_elastic.py
+	HVDTRAIN_LONG=1 $(PYTEST) -s tests/parallel/test_elastic.py tests/parallel/test_keras.py
 	python -m benchmarks.memory
 	python -m benchmarks.many_ranks
 
@@ -160,5 +172,5 @@ requirements:  ## write the pins and their hashes anew, with uv (CONTRIBUTING.md
 
 clean:  ## remove .venv and what tools left; the cache of built wheels stays
 	rm -rf $(VENV) .venv-check .venv-dist build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
-	    .durations.txt
+	    .durations.txt .waiting.log
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -66,7 +66,6 @@ CONTRACTS = (
     "test_resident.py::test_a_trainer_writes_what_it_writes_in_fresh_processes[pytorch-horovod]",
     "test_terminal.py::test_progress_is_shown_while_ranks_start_and_train[launch]",
     "test_timeline.py::test_a_file_cut_at_random_bytes_is_analysed_up_to_the_cut",
-    "test_timeline.py::test_the_late_rank_and_its_50_ms_are_reported",
     "test_trainers.py::test_a_signal_saves_and_the_same_command_goes_on[pytorch]",
     "test_trainers.py::test_resnet_on_real_images",
     "test_verify.py::test_ranks_that_it_starts",

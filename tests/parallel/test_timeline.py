@@ -48,6 +48,7 @@ def late(late_run: tuple[Path, float]) -> Path:
     return late_run[0]
 
 
+@pytest.mark.timing
 def test_the_late_rank_and_its_50_ms_are_reported(late_run: tuple[Path, float]) -> None:
     late, slept = late_run
     facts = asdict(analyse(late)[0])
