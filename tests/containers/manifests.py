@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -10,6 +12,56 @@ import yaml
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "containers"
+INSTRUCTION = re.compile(
+    r"^(?P<word>[A-Z]+)(?P<flags>(\s+--[\w-]+=\S+)*)[\s\\]+(?P<text>(.*\\\n)*.*)", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction of the Dockerfile."""
+
+    word: str  # RUN, COPY, ...
+    flags: Mapping[str, str]  # of `--from=build`
+    text: str  # what follows, its lines joined as the shell joins them
+
+
+@dataclass
+class Stage:
+    """The instructions between a FROM and the next."""
+
+    base: str  # another stage, or an image
+    instructions: list[Instruction] = field(default_factory=list)
+
+    def of(self, word: str) -> list[Instruction]:
+        """Return the instructions of one kind."""
+        return [instruction for instruction in self.instructions if instruction.word == word]
+
+
+def stages() -> dict[str, Stage]:
+    """The stages of the Dockerfile by name, in their order; each has a name."""
+    text = re.sub(r"^ *#.*\n|^ *\n", "", (FOLDER / "Dockerfile").read_text(), flags=re.MULTILINE)
+    found: dict[str, Stage] = {}
+    image = ""
+    for match in INSTRUCTION.finditer(text):
+        text = match["text"].replace("\\\n", "")
+        if match["word"] == "FROM":
+            base, name = text.split(" AS ")
+            stage = found[name] = Stage(base.replace("${BASE}", image))
+        elif not found:
+            image = text.removeprefix("BASE=")
+        else:
+            flags = dict(flag[2:].split("=", 1) for flag in match["flags"].split())
+            stage.instructions.append(Instruction(match["word"], flags, text))
+    return found
+
+
+def needed(stages: Mapping[str, Stage], target: str) -> list[str]:
+    """The stages that ``target`` is built from, in the order in which they are built."""
+    stage = stages[target]
+    names = [stage.base, *(copy.flags.get("from", "") for copy in stage.of("COPY"))]
+    below = [each for name in names if name in stages for each in needed(stages, name)]
+    return list(dict.fromkeys([*below, target]))
 
 
 def manifests(name: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""containers/Dockerfile, and the parser that reads it."""
+"""containers/Dockerfile."""
 
 from __future__ import annotations
 
@@ -8,51 +8,9 @@ import pytest
 
 from hvdtrain.commands.install_horovod.plan import TOOLKIT
 from tests.conftest import ROOT
-from tests.containers.dockerfile import Instruction, needed, parse
+from tests.containers.manifests import Instruction, needed, stages
 
-TEXT = """\
-# A comment.
-ARG BASE=debian:x
-FROM ${BASE} AS one
-RUN --mount=type=cache,target=/c first \\
-    # between the lines
-    && second
-
-ENV A=1 B="two words" PATH=/bin:$PATH
-from one as two
-COPY --from=one /a /b ./
-FROM scratch
-COPY --from=two /x /y
-"""
-
-
-def test_stages_flags_and_continued_lines() -> None:
-    stages = parse(TEXT)
-    assert [(one.name, one.base) for one in stages.values()] == [
-        ("one", "debian:x"), ("two", "one"), ("2", "scratch")
-    ]  # fmt: skip
-    run, _ = stages["one"].instructions
-    assert (run.line, run.flags) == (4, {"mount": "type=cache,target=/c"})
-    assert run.text.split() == ["first", "&&", "second"]
-    assert run.shown.splitlines()[-1] == "    && second"
-    assert stages["two"].of("COPY")[0].flags == {"from": "one"}
-
-
-def test_a_stage_is_built_after_all_that_it_takes() -> None:
-    stages = parse(TEXT)
-    assert needed(stages, "one") == ["one"]
-    assert needed(stages, "2") == ["one", "two", "2"]
-
-
-@pytest.mark.parametrize(
-    "line", ["HEALTHCHECK NONE", "RUN <<EOF", "RUN true \\", "FROM a AS b c"]
-)  # fmt: skip
-def test_what_it_does_not_know_is_named_by_its_line(line: str) -> None:
-    with pytest.raises(ValueError, match="line 2"):
-        parse(f"FROM debian\n{line}\n")
-
-
-STAGES = parse((ROOT / "containers" / "Dockerfile").read_text())
+STAGES = stages()
 DEFINITION = (ROOT / "containers" / "hvdtrain.def").read_text()
 
 
@@ -106,7 +64,7 @@ def test_the_images_differ_as_the_pages_say() -> None:
 
 def test_versions_stand_in_the_files_of_the_project_alone() -> None:
     lines = [one for stage in STAGES.values() for one in stage.of("RUN")]
-    assert not [one.shown for one in lines if "==" in one.text]
+    assert not [one.text for one in lines if "==" in one.text]
     torch = [one for one in lines if "torch torchvision" in one.text]
     assert len(torch) == 2
     assert all("--constraint constraints.txt" in one.text for one in torch)

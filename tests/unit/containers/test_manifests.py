@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.containers.dockerfile import parse
-from tests.containers.manifests import FOLDER, manifests, services
+from tests.containers.manifests import FOLDER, manifests, services, stages
 
 HOME = "/home/hvdtrain"
 (MPIJOB,) = manifests("mpijob.yaml")
@@ -32,8 +31,7 @@ def test_a_pod_runs_the_image_as_its_user(name: str) -> None:
     pod, security = PODS[name], PODS[name]["securityContext"]
     assert container(pod)["image"] == "hvdtrain:cpu"
     assert security["runAsNonRoot"] is True
-    stages = parse((FOLDER / "Dockerfile").read_text())
-    (user,) = stages["cpu"].of("USER")
+    (user,) = stages()["cpu"].of("USER")
     assert f"{security['runAsUser']}:{security['runAsGroup']}" == user.text
 
 
