@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,14 @@ def end_session(leader: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def begin(command: list[str], **more: Any) -> subprocess.Popen[str]:
+def begin(
+    command: list[str], extra: Mapping[str, str] | None = None, **more: Any
+) -> subprocess.Popen[str]:
     """Start ``command`` without waiting; standard output and error are one stream."""
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment(),
+        env=environment(**(extra or {})),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -91,8 +93,25 @@ def begin(command: list[str], **more: Any) -> subprocess.Popen[str]:
     )
 
 
-def run(command: list[str], *, cwd: Path = ROOT, timeout: float = 240, **extra: str) -> Outcome:
-    """Run ``command`` in a new session; after the timeout kill the session and fail."""
+def ended(process: subprocess.Popen[str], code: int, *, seconds: float = 120) -> str:
+    """Wait for the end of ``process``, which must have this exit code; return its output."""
+    output, _ = process.communicate(timeout=seconds)
+    assert process.returncode == code, output
+    return output
+
+
+def run(
+    command: list[str],
+    *,
+    cwd: Path = ROOT,
+    timeout: float = 240,
+    code: int | None = None,
+    **extra: str,
+) -> Outcome:
+    """Run ``command`` in a new session; after the timeout kill the session and fail.
+
+    With ``code`` also fail, and show the output, if that is not the exit code.
+    """
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -111,7 +130,22 @@ def run(command: list[str], *, cwd: Path = ROOT, timeout: float = 240, **extra: 
         pytest.fail(f"{' '.join(command)} hung for {timeout} s\n{out[-2000:]}\n{err[-2000:]}")
     finally:
         end_session(process.pid)
-    return Outcome(process.returncode, out, err)
+    outcome = Outcome(process.returncode, out, err)
+    assert code in (None, outcome.code), f"exit code {outcome.code}\n{out[-3000:]}\n{err[-3000:]}"
+    return outcome
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a file system of this ``size`` (of ``mount``) at a folder, or skip the test."""
+    folder.mkdir(exist_ok=True)
+    done = run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)])
+    if done.code:
+        pytest.skip(f"no file system can be mounted here: {done.err.strip()}")
+    try:
+        yield folder
+    finally:
+        assert run(["umount", "--lazy", str(folder)]).code == 0
 
 
 def executable(path: Path, text: str) -> Path:
@@ -136,10 +170,10 @@ def until(
         time.sleep(0.05)
 
 
-def ranks(number: int, *arguments: str, timeout: float = 240, **extra: str) -> Outcome:
-    """Run ``python *arguments`` on ``number`` ranks under the real mpirun of this environment."""
+def ranks(number: int, *arguments: str, **how: Any) -> Outcome:
+    """``run`` ``python *arguments`` on ``number`` ranks under the mpirun of this environment."""
     mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number), sys.executable]
-    return run([*mpirun, *arguments], timeout=timeout, **extra)
+    return run([*mpirun, *arguments], **how)
 
 
 Ranks = Callable[..., Outcome]

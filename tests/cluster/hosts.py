@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tests.conftest import BIN, ROOT, Outcome, environment, executable, run
+from tests.conftest import BIN, ROOT, Outcome, begin, executable, run
 
 NET = "10.99.0"
 SLOTS = 2  # per host
@@ -173,14 +173,7 @@ class TwoHosts:
     @contextlib.contextmanager
     def running(self, command: list[str], **extra: str) -> Iterator[subprocess.Popen[str]]:
         """Run a command in the background, with standard error in standard output."""
-        with subprocess.Popen(
-            command,
-            env=environment(**self.variables, **extra),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process:
+        with begin(command, {**self.variables, **extra}) as process:
             try:
                 yield process
             finally:
@@ -257,8 +250,7 @@ class TwoHosts:
                 self._do(f"ip -n {self.switch} link set port{number} master bridge")
 
     def _do(self, command: str) -> None:
-        done = run(command.split())
-        assert done.code == 0, f"{command}: {done.err}"
+        run(command.split(), code=0)
 
 
 def send(number: signal.Signals, processes: Iterable[int]) -> None:

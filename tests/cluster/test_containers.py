@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
-from tests.conftest import Outcome, on_demand
+from tests.conftest import Outcome, ended, on_demand
 from tests.containers.manifests import job, manifests, services, variables
 
 TRAINED = "images in 60 steps"
@@ -76,8 +76,7 @@ def test_the_agents_of_the_torchrun_job(tmp_path: Path) -> None:
         )
         with two.running(second) as process:
             outcome = two.run(first)
-            output, _ = process.communicate(timeout=START)
-    assert process.returncode == 0, output
+            ended(process, 0, seconds=START)
     assert_trained(outcome, 4)
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import slurm
-from tests.conftest import BIN, ROOT, Outcome, environment, run
+from tests.conftest import BIN, Outcome, begin, ended, run
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
 LAST_OUTPUT = r"last output from rank (\d) on \S+, at step 1\1: 'step 1\1 of 100'$"
@@ -42,9 +41,7 @@ class Stack:
 
     def launch(self, *words: str, code: int = 0) -> Outcome:
         """Run `hvdtrain launch` with it first on the PATH."""
-        outcome = run([*LAUNCH, *words], **self.environ)
-        assert outcome.code == code, outcome.out + outcome.err
-        return outcome
+        return run([*LAUNCH, *words], **self.environ, code=code)
 
 
 def first(folder: Path) -> str:
@@ -67,7 +64,7 @@ def openmpi4(tmp_path_factory: pytest.TempPathFactory) -> Stack:
     if fetched.code:
         pytest.skip(f"Open MPI 4 cannot be fetched: {fetched.err.strip()[-200:]}")
     for package in folder.glob("*.deb"):
-        assert run(["dpkg", "--extract", str(package), str(folder)]).code == 0
+        run(["dpkg", "--extract", str(package), str(folder)], code=0)
     root = folder if packages else Path("/")  # installed here already
     files = sorted(root.glob("usr/lib/*/libmpi.so.40"))
     if not files or not list(files[0].parent.glob("libopen-rte.so.40")):
@@ -137,15 +134,8 @@ def test_silence_reports_the_last_output(stack: Stack) -> None:
 
 
 def test_term_is_forwarded_and_waited_for(stack: Stack) -> None:
-    process = subprocess.Popen(
-        [*LAUNCH, "-n", "2", "--tag", "--", sys.executable, "-c", RANK, "stop"],
-        cwd=ROOT,
-        env=environment(**stack.environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    line = [*LAUNCH, "-n", "2", "--tag", "--", sys.executable, "-c", RANK, "stop"]
+    process = begin(line, stack.environ)
     assert process.stdout is not None
     seen: list[str] = []
     while len(seen) < 2:  # until both handle signals
@@ -153,8 +143,7 @@ def test_term_is_forwarded_and_waited_for(stack: Stack) -> None:
         assert line, "it ended before"
         seen += [line] if "LaunchInfo(" in line else []
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, output
+    ended(process, 75)
 
 
 def test_srun_where_no_mpi_is_on_the_path(cluster: slurm.Cluster, tmp_path: Path) -> None:

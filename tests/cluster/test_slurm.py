@@ -40,8 +40,7 @@ class User:
 
     def types(self, *words: str, code: int = 0) -> Outcome:
         """Run a command that must end with ``code``."""
-        outcome = self.cluster.command(*words, cwd=self.directory)
-        assert outcome.code == code, outcome.out[-3000:] + outcome.err[-3000:]
+        outcome = self.cluster.command(*words, cwd=self.directory, code=code)
         return outcome
 
     def submits(self, *options: str, code: int = 0) -> Outcome:
@@ -308,8 +307,7 @@ def test_a_deleted_job_saves(user: User) -> None:
 
 def test_worlds_of_one_under_srun(cluster: Cluster) -> None:
     line = ("srun", "-n", "2", sys.executable, "-m", "hvdtrain.mnist", "--num-steps=2", "--quiet")
-    outcome = cluster.command(*line, cwd=ROOT)
-    assert outcome.code == 2, outcome.err[-2000:]
+    outcome = cluster.command(*line, cwd=ROOT, code=2)
     (said,) = outcome.said  # by rank 0; both end with 2
     assert outcome.err.count("Exited with exit code 2") == 2
     assert "srun started 2 processes, but Horovod sees a world of 1" in said
@@ -328,8 +326,7 @@ def test_launch_from_a_step_of_the_job(cluster: Cluster, tmp_path: Path) -> None
 
 def test_doctor_in_a_job_of_four_slots(cluster: Cluster, tmp_path: Path) -> None:
     line = ("salloc", "-n", "4", sys.executable, "-m", "hvdtrain.cli", "doctor", "--json")
-    outcome = cluster.command(*line, cwd=tmp_path, OMP_NUM_THREADS="64")
-    assert outcome.code == 0, outcome.out + outcome.err
+    outcome = cluster.command(*line, cwd=tmp_path, OMP_NUM_THREADS="64", code=0)
     findings = {finding["check"]: finding for finding in json.loads(outcome.out)["findings"]}
     assert "inside job" in findings["scheduler"]["evidence"]
     assert ":4, 4 slots" in findings["hosts of the job"]["evidence"]

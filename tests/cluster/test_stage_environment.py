@@ -17,7 +17,7 @@ import pytest
 
 from tests.cluster import hosts
 from tests.cluster.hosts import TwoHosts
-from tests.conftest import run, until
+from tests.conftest import ended, run, until
 
 LAUNCH = (sys.executable, "-m", "hvdtrain.cli", "launch")
 SYSTEM = "/usr/bin/python3"
@@ -110,8 +110,7 @@ def _nothing_is_left(two: Hosts) -> Iterator[None]:
 
 
 def test_each_host_has_its_copy(two: Hosts) -> None:
-    outcome = two.run(two.launch())
-    assert outcome.code == 0, outcome.err
+    outcome = two.run(two.launch(), code=0)
     lines = [line.split()[1:] for line in outcome.out.splitlines() if line.startswith("rank ")]
     ranks, (prefix, *others), inodes = zip(*lines, strict=True)
     assert sorted(ranks) == [two.name(1)] * 2 + [two.name(2)] * 2
@@ -129,8 +128,7 @@ def test_the_copies_of_a_stopped_job_are_removed(two: Hosts, tmp_path: Path) -> 
         until(lambda: all(len(two.programs(n, python)) == 2 for n in two.names), process)
         assert all(list(disk.glob("hvdtrain-*/env")) for disk in two.disks.values())
         stop(two)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, output
+        ended(process, 128 + signal.SIGTERM, seconds=60)
 
 
 def stop(two: Hosts) -> None:
@@ -168,8 +166,7 @@ def test_a_killed_process_ends_the_staging_and_nothing_is_left(two: Hosts) -> No
     with staging(two) as process:
         (host,) = two.programs(2, r"python\S* -m hvdtrain.commands.launch.staging")
         os.kill(host, signal.SIGKILL)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1, output
+        output = ended(process, 1, seconds=60)
     assert "hvdtrain: error: --stage-env: mpirun ended with code " in output
     assert f"rank {two.tag}" not in output
 
@@ -177,6 +174,5 @@ def test_a_killed_process_ends_the_staging_and_nothing_is_left(two: Hosts) -> No
 def test_a_signal_ends_the_staging_and_nothing_is_left(two: Hosts) -> None:
     with staging(two) as process:
         stop(two)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, output
+        output = ended(process, 128 + signal.SIGTERM, seconds=60)
     assert f"rank {two.tag}" not in output

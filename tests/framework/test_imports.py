@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONG, environment
+from tests.conftest import LONG, run
 
 # Of the project, in the first update of a training. More modules need a reason.
 BUDGET = 100
@@ -59,16 +57,9 @@ def _installed(name: str) -> bool:
 
 def imports(*words: str) -> Imports:
     """Return what Python imports with the command line ``words``."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        check=True,
-    )
+    done = run([sys.executable, "-X", "importtime", *words], code=0)
     modules, seconds = Counter[str](), Counter[str]()
-    for match in IMPORT.finditer(done.stderr):
+    for match in IMPORT.finditer(done.err):
         modules[match["package"]] += 1
         seconds[match["package"]] += int(match["microseconds"]) / 1e6
     return Imports(modules, seconds)
@@ -92,12 +83,3 @@ def test_a_rank_imports_little_besides_its_framework(program: str, framework: st
     print(f", of them hvdtrain {number}, {seconds:.2f} s")
     assert trained.packages - bare.packages <= PACKAGES
     assert 50 < number <= BUDGET
-
-
-def test_each_import_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "first.py").write_text("import second.third")
-    (tmp_path / "second").mkdir()
-    (tmp_path / "second" / "third.py").touch()
-    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import first"
-    seen = imports("-c", path)
-    assert (seen.modules["first"], seen.modules["second"]) == (1, 2)

@@ -1,4 +1,4 @@
-"""For scripts that run on every rank: refusals and their words, and what a save has to hold."""
+"""For scripts that run on every rank: refusals, models, and what a save has to hold."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ def expect_error(
         assert all(word in str(error) for word in words), error
     else:
         raise AssertionError(f"no error with {words}")
+
+
+def expect_model(hvd: CommonAdapter, net: Any, single: Any, *context: object) -> None:
+    """Fail unless ``net``, which ranks may hold in parts, is ``single``, of one process."""
+    found = hvd.export_state(net, None).model
+    expected = single.state_dict()
+    assert found.keys() == expected.keys()
+    worst = max(float(abs(found[name] - value.numpy()).max()) for name, value in expected.items())
+    assert worst < 1e-12, (*context, worst)
 
 
 def expect_snapshot(

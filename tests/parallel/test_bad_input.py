@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from hvdtrain.system.output.text import plural
-from tests.conftest import BIN, LONG, ROOT, Outcome, Ranks, ranks, run, until
+from tests.conftest import BIN, LONG, ROOT, Outcome, Ranks, mounted, ranks, run, until
 from tests.parallel import resident
 from tests.parallel.conftest import (
     FRAMEWORKS,
@@ -65,8 +65,7 @@ def test_a_broken_framework_is_named(options: list[str], tmp_path: Path) -> None
     """Not Horovod, which imports it."""
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: no such file')\n")
     command = [sys.executable, "-m", "hvdtrain.mnist", *options]
-    outcome = run(command, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    assert outcome.code == 2
+    outcome = run(command, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", code=2)
     assert "Traceback" not in outcome.err
     reason = f"PyTorch cannot be imported: {tmp_path}/torch.py: libcudart.so.12: no such file"
     assert all(reason in line for line in outcome.said), outcome.err
@@ -271,21 +270,12 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["horovod", "fsdp"])
 def test_a_full_disk_while_saving(strategy: str, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
+    with mounted(tmp_path / "disk", "16m") as disk:
         # A checkpoint of the tutorial net with its momenta takes 9.6 MB: the second is too many.
         line = ("-m", "hvdtrain.mnist", "--checkpoint-every=1", f"--checkpoint-dir={disk}")
         outcome = resident.ranks(2, *line, "--num-steps=3", "--quiet", f"--strategy={strategy}")
         assert_one_line(outcome, 1, "No space left", "step-000000001 is intact")
         assert [path.name for path in disk.iterdir()] == ["step-000000001"]
         shutil.copytree(disk / "step-000000001", tmp_path / "checkpoints" / "step-000000001")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
     resumed = train(2, tmp_path, "mnist", "--num-steps=3", "--resume=must")
     assert resumed.summary["steps_completed"] == 3

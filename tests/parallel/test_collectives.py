@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import environment, ranks
+from tests.conftest import ROOT, ranks, run
 from tests.parallel import resident
 from tests.parallel.conftest import SCRIPTS, run_script
 
@@ -30,8 +29,7 @@ def test_each_collective_of_each_library(library: str, tmp_path: Path) -> None:
 def test_the_lesson(size: int, tmp_path: Path) -> None:
     page, file = tmp_path / "lesson.html", tmp_path / "lesson.json"
     words = ("hvdtrain.collectives", "--json", "--html", str(page))
-    outcome = resident.ranks(size, *TO_FILE, str(file), *words)
-    assert outcome.code == 0, outcome.err
+    resident.ranks(size, *TO_FILE, str(file), *words, code=0)
     every = range(size)
     numbers = [[10 * (rank + 1) + index for index in every] for rank in every]
     first = [row[:1] for row in numbers]
@@ -73,16 +71,14 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
     ],
 )
 def test_no_rank_unpickles_what_mpi_brings(program: str) -> None:
-    outcome = ranks(2, "-c", UNPICKLES, *program.split())
-    assert outcome.code == 0, outcome.err[-3000:]
+    ranks(2, "-c", UNPICKLES, *program.split(), code=0)
 
 
 def test_times_of_each_library(tmp_path: Path) -> None:
     file = tmp_path / "times.json"
     words = ("hvdtrain.collectives", "--time", "--json", "--sizes=4,65536", "--seconds=0.001")
     files = ("--html", str(tmp_path / "times.html"), "--plot", str(tmp_path / "times"))
-    outcome = resident.ranks(2, *TO_FILE, str(file), *words, *files)
-    assert outcome.code == 0, outcome.err
+    resident.ranks(2, *TO_FILE, str(file), *words, *files, code=0)
     assert (tmp_path / "times.png").stat().st_size > 10_000
     assert "data:image/svg+xml;base64," in (tmp_path / "times.html").read_text()
     report = json.loads(file.read_text())
@@ -100,8 +96,7 @@ def test_times_of_each_library(tmp_path: Path) -> None:
 
 
 def test_a_library_that_fails_in_the_middle_is_a_row() -> None:
-    outcome = ranks(2, SCRIPT, "breaking")
-    assert outcome.code == 0, outcome.err[-3000:]
+    outcome = ranks(2, SCRIPT, "breaking", code=0)
     failure, after = json.loads(outcome.out)
     assert (failure["state"], after) == ("error", "")
     assert failure["reason"].startswith("rank ")
@@ -114,8 +109,7 @@ def test_horovod_and_mpi_sum_by_the_algorithm_of_the_variables(number: int, tota
         "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
         "OMPI_MCA_coll_tuned_allreduce_algorithm": str(number),
     }
-    outcome = resident.ranks(4, SCRIPT, "order", **variables)
-    assert outcome.code == 0, outcome.err[-3000:]
+    outcome = resident.ranks(4, SCRIPT, "order", **variables, code=0)
     assert outcome.out.splitlines() == [str([[total], [total]])]
 
 
@@ -130,20 +124,14 @@ def test_horovod_and_mpi_sum_by_the_algorithm_of_the_variables(number: int, tota
     ],
 )
 def test_wrong_use(words: str, message: str) -> None:
-    outcome = resident.ranks(2, "-m", "hvdtrain.collectives", *words.split())
-    assert outcome.code == 2
+    outcome = resident.ranks(2, "-m", "hvdtrain.collectives", *words.split(), code=2)
     assert len(outcome.said) == 1 and message in outcome.said[0]
 
 
 def test_the_lesson_without_mpi4py(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('there is none')")
-    outcome = subprocess.run(
-        [sys.executable, "-m", "hvdtrain.collectives"],
-        env=environment(PYTHONPATH=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (outcome.returncode, outcome.stdout) == (2, "")
-    (line,) = outcome.stderr.splitlines()
+    line = [sys.executable, "-m", "hvdtrain.collectives"]
+    outcome = run(line, code=2, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert outcome.out == ""
+    (line,) = outcome.err.splitlines()
     assert "(there is none): pip install 'hvdtrain[mpi]'" in line

@@ -141,5 +141,4 @@ def test_a_command_of_the_pages_starts(command: Shown, desk: Path) -> None:
     # A training does not go on from what another page's command has saved.
     shutil.rmtree(desk / "checkpoints", ignore_errors=True)
     path = os.pathsep.join([str(desk / "bin"), str(BIN), os.environ["PATH"]])
-    outcome = run(["bash", "-euc", text], cwd=desk, HOME=str(desk), PATH=path)
-    assert outcome.code == 0, f"{text}\n{outcome.out}\n{outcome.err}"
+    run(["bash", "-euc", text], cwd=desk, HOME=str(desk), PATH=path, code=0)

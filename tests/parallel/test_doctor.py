@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import BIN, ROOT, Outcome, environment, run
+from tests.conftest import BIN, ROOT, Outcome, begin, mounted, run
 from tests.parallel.conftest import empty_library
 from tests.parallel.test_bad_input import assert_no_process_left
 
@@ -67,16 +65,10 @@ def test_the_reports_do_not_pass_through_mpirun(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_the_ranks_too() -> None:
-    process = subprocess.Popen(
-        [*HVDTRAIN, "doctor", "-n", "2"],
-        env=environment(TEST_MARK="doctor"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    with process, process.stderr:
-        message = next(line for line in process.stderr if "starting: " in line)
+    process = begin([*HVDTRAIN, "doctor", "-n", "2"], {"TEST_MARK": "doctor"})
+    assert process.stdout is not None
+    with process, process.stdout:
+        message = next(line for line in process.stdout if "starting: " in line)
         assert "-n 2" in message
         process.terminate()
         assert process.wait(timeout=120) == 130
@@ -84,8 +76,7 @@ def test_sigterm_ends_the_ranks_too() -> None:
 
 
 def test_the_table_in_a_file_and_no_ranks_without_n(tmp_path: Path) -> None:
-    outcome = doctor(PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}", COLUMNS="80")
-    assert outcome.code == 0, outcome.out
+    outcome = doctor(PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}", COLUMNS="80", code=0)
     lines = outcome.out.splitlines()
     assert lines[-1].startswith("no problems") or lines[-1].endswith(("warning", "warnings"))
     assert any(line.startswith("ok ") and str(BIN / "python") in line for line in lines)
@@ -95,8 +86,7 @@ def test_the_table_in_a_file_and_no_ranks_without_n(tmp_path: Path) -> None:
 
 def test_another_mpirun_first_on_the_path(mpich: Path) -> None:
     path = os.pathsep.join([str(mpich / "bin"), str(BIN), os.environ["PATH"]])
-    outcome = doctor("-n", "2", "--json", PATH=path)
-    assert outcome.code == 1
+    outcome = doctor("-n", "2", "--json", PATH=path, code=1)
     checks = findings(outcome)
     agreement = checks["MPI agreement"]
     assert agreement["state"] == "error"
@@ -129,36 +119,21 @@ def test_a_misconfigured_job(tmp_path: Path) -> None:
         assert checks[check]["state"] == "warning", checks[check]
 
 
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield a full file system."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    line = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    mounted = subprocess.run(line, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
-    try:
+def test_a_full_disk(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "64k") as disk:
         (disk / "data").write_bytes(bytes(64 * 1024))
-        yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_a_full_disk(full_disk: Path) -> None:
-    outcome = doctor("--json", cwd=full_disk)
+        outcome = doctor("--json", cwd=disk)
+        assert [path.name for path in disk.iterdir()] == ["data"]  # nothing left behind
     assert outcome.code == 1
     finding = findings(outcome)["current directory"]
     assert finding["state"] == "error"
-    assert f"{full_disk}: tmpfs" in finding["evidence"]
-    assert [path.name for path in full_disk.iterdir()] == ["data"]  # nothing left behind
+    assert f"{disk}: tmpfs" in finding["evidence"]
 
 
 def test_a_library_of_horovod_that_does_not_load(tmp_path: Path) -> None:
     """A symbol is missing, as after another torch was installed."""
     empty_library(tmp_path / "libmpi.so.40")
-    outcome = doctor("--json", LD_LIBRARY_PATH=str(tmp_path))
-    assert outcome.code == 1
+    outcome = doctor("--json", LD_LIBRARY_PATH=str(tmp_path), code=1)
     finding = findings(outcome)["Horovod, PyTorch"]
     assert finding["state"] == "error"
     assert "it does not load" in finding["evidence"]

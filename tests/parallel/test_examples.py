@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from safetensors.torch import load_file
 
 from hvdtrain.steps.summary import Summary
 from tests import pages
-from tests.conftest import BIN, ROOT, Outcome, run
+from tests.conftest import BIN, ROOT, Outcome, ranks, run
 from tests.parallel import resident
-from tests.parallel.conftest import Training, assert_close
+from tests.parallel.conftest import Training, assert_close, difference
 
 Weights = dict[str, np.ndarray]
 EXAMPLES = ROOT / "examples"
@@ -30,8 +31,7 @@ def accuracy(out: str) -> float:
 
 
 def test_sequential(tmp_path: Path) -> None:
-    outcome = run([sys.executable, str(EXAMPLES / "digits_sequential.py")], cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    outcome = run([sys.executable, str(EXAMPLES / "digits_sequential.py")], cwd=tmp_path, code=0)
     assert accuracy(outcome.out) > 0.85
 
 
@@ -45,9 +45,7 @@ def test_distributed_is_the_same_at_1_2_and_3_ranks(tmp_path: Path) -> None:
         assert accuracy(outcome.out) > 0.85
         newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
         weights.append(safetensors.numpy.load_file(newest / "model.safetensors"))
-    for other in weights[1:]:
-        for name, value in weights[0].items():
-            assert np.linalg.norm(value - other[name]) <= 1e-9 * np.linalg.norm(value)
+    assert_equal(*weights)
 
 
 def test_the_page_shows_the_task_that_stands_in_the_examples() -> None:
@@ -85,11 +83,9 @@ def test_all_that_the_page_puts_into_a_loop_is_the_same_at_1_2_and_3_ranks(tmp_p
         folder.mkdir()
         for epochs, workers in runs:
             (folder / "own.py").write_text(exact(script, epochs, workers, DATA | PLATEAU))
-            mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number), sys.executable]
             # Workers import the script anew, which resident ranks have not started from.
-            fresh = workers and run([*mpirun, "own.py"], cwd=folder)
-            outcome = fresh or resident.ranks(number, "own.py", cwd=folder)
-            assert outcome.code == 0, outcome.err
+            start = ranks if workers else resident.ranks
+            outcome = start(number, "own.py", cwd=folder, code=0)
         newest = folder / "own-checkpoints" / "step-000000005"
         state = json.loads((newest / "state.json").read_text())
         losses = re.findall(r"loss ([\d.]+) over 391 samples", outcome.out)
@@ -99,26 +95,21 @@ def test_all_that_the_page_puts_into_a_loop_is_the_same_at_1_2_and_3_ranks(tmp_p
     assert rate < 0.1, "the scheduler did nothing"
     for values, *others in found[1:]:
         assert others == [rate, losses, pytest.approx(best, rel=1e-9)]
-        for name, value in weights.items():
-            assert np.linalg.norm(value - values[name]) <= 1e-9 * np.linalg.norm(value)
+        assert_equal(weights, values)
 
 
 def weights(script: str, number: int, folder: Path, *, fresh: bool = False) -> Weights:
     """Run a script of the page on ``number`` ranks; return the weights of its last checkpoint."""
     folder.mkdir()
     (folder / "own.py").write_text(script)
-    mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number), sys.executable]
-    started = run([*mpirun, "own.py"], cwd=folder) if fresh else None
-    outcome = started or resident.ranks(number, "own.py", cwd=folder)
-    assert outcome.code == 0, outcome.err
+    (ranks if fresh else resident.ranks)(number, "own.py", cwd=folder, code=0)
     newest = sorted((folder / "own-checkpoints").glob("step-*"))[-1]
     return safetensors.numpy.load_file(newest / "model.safetensors")
 
 
 def assert_equal(one: Weights, *others: Weights) -> None:
     for other in others:
-        for name, value in one.items():
-            assert np.linalg.norm(value - other[name]) <= 1e-9 * np.linalg.norm(value)
+        assert difference(one, other) <= 1e-9
 
 
 def test_a_samples_random_numbers_depend_on_no_rank_and_no_worker(tmp_path: Path) -> None:
@@ -239,8 +230,7 @@ if world.is_writer: torch.save(model.state_dict(), "model.pt")
 @pytest.mark.parametrize("strategy", ["horovod", "ddp", "zero", "mpi"])
 def test_my_own_save_may_stay(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(HEAD + SAVES + SAVE)
-    outcome = resident.ranks(2, "own.py", strategy, cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    resident.ranks(2, "own.py", strategy, cwd=tmp_path, code=0)
     mine = torch.load(tmp_path / "model.pt", weights_only=True)
     files = (tmp_path / "own-checkpoints" / "step-000000001").glob("model*.safetensors")
     saved = {name: value for file in files for name, value in load_file(file).items()}
@@ -257,8 +247,7 @@ def test_the_page_saves_in_the_background(tmp_path: Path) -> None:
     ):
         (folder := tmp_path / name).mkdir()
         (folder / "own.py").write_text(script)
-        outcome = resident.ranks(2, "own.py", cwd=folder)
-        assert outcome.code == 0, outcome.err
+        outcome = resident.ranks(2, "own.py", cwd=folder, code=0)
         assert "was not completed" not in outcome.err
         saved = sorted((folder / "own-checkpoints").glob("step-*"))
         assert [path.name[-1] for path in saved] == ["1", "2", "3"]
@@ -282,11 +271,13 @@ def _needs_scikit_learn() -> None:
 OWN = {"pytorch": "own_task.py", "tensorflow": "own_task_tf.py"}
 
 
-def own(folder: Path, number: int, framework: str, *options: str, file: str = "") -> Outcome:
+def own(
+    folder: Path, number: int, framework: str, *options: str, file: str = "", **how: Any
+) -> Outcome:
     file = file or str(EXAMPLES / OWN[framework])
     where = [f"--summary={folder / 'summary.json'}", f"--checkpoint-dir={folder / 'checkpoints'}"]
     words = [file, f"--framework={framework}", "--precision=fp64", *where, *options]
-    return resident.ranks(number, "-m", "hvdtrain.train", *words)
+    return resident.ranks(number, "-m", "hvdtrain.train", *words, **how)
 
 
 @pytest.mark.parametrize("framework", OWN)
@@ -297,9 +288,8 @@ def test_a_task_of_ones_own_is_the_same_at_1_2_and_3_ranks(framework: str, tmp_p
     for number in (1, 2, 3):
         folder = tmp_path / str(number)
         if number == 3:  # stopped in the second epoch and resumed
-            assert own(folder, 3, framework, *recipe, "--num-steps=7").code == 0
-        outcome = own(folder, number, framework, *recipe)
-        assert outcome.code == 0, outcome.err
+            own(folder, 3, framework, *recipe, "--num-steps=7", code=0)
+        outcome = own(folder, number, framework, *recipe, code=0)
         runs.append(Training(outcome, folder))
     one = runs[0].summary
     assert (one["workload"], one["eval_samples"]) == (Path(OWN[framework]).stem, 89)
@@ -318,8 +308,7 @@ def test_a_task_of_ones_own_is_the_same_at_1_2_and_3_ranks(framework: str, tmp_p
 def test_a_broken_task_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     file = tmp_path / "broken_task.py"
     file.write_text("def task(options):\n    return 1 / 0\n")
-    outcome = own(tmp_path, 2, "pytorch", "--quiet", file=str(file))
-    assert outcome.code == 2, outcome.err
+    outcome = own(tmp_path, 2, "pytorch", "--quiet", file=str(file), code=2)
     (message,) = outcome.said
     assert "broken_task.py, line 2: ZeroDivisionError" in message
     assert "Traceback" not in outcome.err
@@ -398,7 +387,6 @@ def test_a_label_outside_the_classes_is_one_line(small: str, tmp_path: Path) -> 
 def test_launch_starts_a_task_of_ones_own(tmp_path: Path) -> None:
     line = ["-m", "hvdtrain.train", str(EXAMPLES / "own_task.py"), "--epochs=1"]
     command = [str(BIN / "hvdtrain"), "launch", "-n", "2", "--", sys.executable, *line]
-    outcome = run([*command, f"--summary={tmp_path / 'summary.json'}"], cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    run([*command, f"--summary={tmp_path / 'summary.json'}"], cwd=tmp_path, code=0)
     summary = Summary.read(tmp_path / "summary.json", needed=["eval_metrics"])
     assert (summary.workload, summary.world_size, summary.steps_completed) == ("own_task", 2, 6)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.system.runtime.walltime import ENDS
-from tests.conftest import BIN, LONG, ROOT
+from tests.conftest import BIN, LONG, ROOT, ended
 from tests.parallel import resident
 from tests.parallel.conftest import SCRIPTS, Start, ranks_of, run_script, send, until
 
@@ -44,8 +44,7 @@ def test_horovods_own_wrapper_trains_two_models(tmp_path: Path) -> None:
 def test_the_homework_with_fit(tmp_path: Path) -> None:
     script = str(ROOT / "homework" / "tensorflow2_keras_mnist_hvd.py")
     options = ["--epochs=2", "--lr=0.02", "--warmup-epochs=1", f"--out={tmp_path}"]
-    outcome = resident.ranks(2, script, *options, framework="tensorflow")
-    assert outcome.code == 0, outcome.err[-3000:]
+    outcome = resident.ranks(2, script, *options, framework="tensorflow", code=0)
     assert [line.split(":")[0] for line in outcome.out.splitlines()] == ["epoch 1", "epoch 2"]
     with (tmp_path / "metrics_2.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -71,8 +70,7 @@ def stop(process: subprocess.Popen[str], folder: Path, cause: str, first: int = 
         until(lambda: len(list(folder.glob("ready-*"))) == 2, process)
         send(signal.Signals[cause], ranks_of(process)[first:])
         (folder / "go").touch()
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, said
+    said = ended(process, 75)
     (line,) = [line for line in said.splitlines() if line.startswith("hvdtrain:")]
     reason, done, path, remedy = re.split(": stopped |, saved |: ", line.removeprefix("hvdtrain: "))
     assert (reason, remedy) == (

@@ -20,7 +20,7 @@ from hvdtrain.commands.launch.argv import Launch
 from hvdtrain.commands.launch.hosts import Allocation, lay_out
 from hvdtrain.commands.launch.launcher_choice import MpiLauncher
 from hvdtrain.steps import checkpoint
-from tests.conftest import BIN, LONG, Outcome, environment, on_demand, run
+from tests.conftest import BIN, LONG, Outcome, ended, environment, on_demand, run
 from tests.parallel.conftest import Start, assert_gone, family, ranks_of, send, until
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
@@ -104,8 +104,7 @@ def test_a_dry_run_prints_the_command_that_runs() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_marks_and_cores(number: int) -> None:
-    outcome = launch("-n", str(number), "--tag", "--", sys.executable, "-c", PRINT_RANK)
-    assert outcome.code == 0, outcome.err
+    outcome = launch("-n", str(number), "--tag", "--", sys.executable, "-c", PRINT_RANK, code=0)
     seen = {}
     for line in outcome.out.splitlines():
         mark, _, text = line.partition("] ")
@@ -147,8 +146,7 @@ def test_mpirun_accepts_the_binding_on_larger_machines(packages: int, each: int)
 
 
 def test_silence_ends_the_job() -> None:
-    outcome = launch("-n", "2", "--timeout", "8", "--", sys.executable, "-c", HANG)
-    assert outcome.code == 124
+    outcome = launch("-n", "2", "--timeout", "8", "--", sys.executable, "-c", HANG, code=124)
     # The marks of ranks are shown only with --tag.
     assert outcome.out.splitlines() == [f"epoch 1  step {n}/100  loss 0.5" for n in (1, 2, 3)]
     assert outcome.said == [
@@ -173,8 +171,7 @@ def test_term_saves_and_leaves_nothing(moment: str, tmp_path: Path, started: Sta
     assert len(processes) >= 4  # hvdtrain launch, mpirun, two ranks
     # PBS and Slurm signal every process at once. The ranks may be faster than launch.
     send(signal.SIGTERM, processes)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, output
+    output = ended(process, 75)
     result = json.loads(summary.read_text())
     step = result["steps_completed"]
     assert result["stopped"] == "preempted"
@@ -189,8 +186,7 @@ def test_term_saves_and_leaves_nothing(moment: str, tmp_path: Path, started: Sta
 
 
 def test_mpiruns_message_about_a_failure_is_shown() -> None:
-    outcome = launch("-n", "2", "--", sys.executable, "-c", "exit(3)")
-    assert outcome.code == 3
+    outcome = launch("-n", "2", "--", sys.executable, "-c", "exit(3)", code=3)
     assert outcome.err.count("non-zero status") == 1
 
 
@@ -212,8 +208,7 @@ def test_term_during_the_start_reports_the_existing_checkpoint(
     until(has_started, process)
     processes = family(process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, output
+    output = ended(process, 75)
     line = re.search(r"^hvdtrain: SIG[A-Z0-9]+: stopped before .* first step.*$", output, re.M)
     assert line, output
     assert str(saved) in line[0]
@@ -269,8 +264,7 @@ def test_a_second_interrupt_kills_ranks_that_ignore_the_first(
     time.sleep(1)  # two keystrokes
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130
+    output = ended(process, 130)
     assert output.splitlines()[-1] == "hvdtrain: interrupted", output
     assert "prterun" not in output
     assert_gone(processes)
@@ -310,8 +304,7 @@ def test_term_ends_the_ranks_if_one_is_suspended(tmp_path: Path, started: Start)
     ranks = [rank for rank in ranks_of(process) if "python" in rank.name()]
     ranks[-1].suspend()
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 143, output
+    output = ended(process, 143)
     assert re.search(
         f"^hvdtrain: SIGTERM: stopped before the ranks had saved;.* {tmp_path}/", output, re.M
     )

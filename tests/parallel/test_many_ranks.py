@@ -50,6 +50,5 @@ def test_they_train_save_evaluate_and_end_as_one_rank_does(
 
 
 def test_the_simulated_peers_take_each_step_of_a_training() -> None:
-    outcome = run([sys.executable, "-m", "benchmarks.many_ranks", "--one=64"], cwd=ROOT)
-    assert outcome.code == 0, outcome.err
+    outcome = run([sys.executable, "-m", "benchmarks.many_ranks", "--one=64"], cwd=ROOT, code=0)
     assert re.match(r"[\d.]+ s for 64 ranks: initialize .+, save_checkpoint .+", outcome.out)

@@ -11,8 +11,7 @@ from tests.conftest import ranks
 
 
 def pi(number: int, *options: str) -> dict[str, float]:
-    outcome = ranks(number, "-m", "hvdtrain.pi", "--json", *options)
-    assert outcome.code == 0, outcome.err
+    outcome = ranks(number, "-m", "hvdtrain.pi", "--json", *options, code=0)
     result: dict[str, float] = json.loads(outcome.out)
     return result
 

@@ -101,8 +101,7 @@ def test_the_training_continues_after_a_save_that_failed(lasting: bool, tmp_path
 def test_a_full_disk_does_not_hide_why_the_training_ended(tmp_path: Path) -> None:
     summary = tmp_path / "summary.json"
     line = ("--model=small", f"--checkpoint-dir={tmp_path / 'saved'}", f"--summary={summary}")
-    outcome = ranks(2, FAULTY, "full:2:99,nan", *line)
-    assert outcome.code == 1
+    outcome = ranks(2, FAULTY, "full:2:99,nan", *line, code=1)
     warning, error = outcome.said
     assert "checkpoint of step 3 cannot be written" in warning
     assert "error: the gradients of step 4 (epoch 1) are not finite" in error

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.conftest import ROOT, Outcome, environment, run
+from tests.conftest import Outcome, begin, end_session, ended, run, until
 from tests.parallel import resident
-from tests.parallel.conftest import FRAMEWORKS, SCRIPTS
+from tests.parallel.conftest import FRAMEWORKS, SCRIPTS, assert_gone, family
 
 VERB = [sys.executable, "-m", "hvdtrain.cli"]
 TRAIN = ["python", "-m", "hvdtrain.mnist", "--model", "small", "--num-steps", "10"]
@@ -38,32 +34,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep that was interrupted in its second run, while training."""
     folder = tmp_path_factory.mktemp("sweep")
-    process = subprocess.Popen(
-        [*SWEEP, "--out", str(folder), "--", *TRAIN],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    family: list[psutil.Process] = []
-    try:
-        deadline = time.monotonic() + 120
-        while len(family) < 4 and time.monotonic() < deadline:  # hvdtrain, mpirun and two ranks
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.2)
-            if lines(folder):
-                children = psutil.Process(process.pid).children(recursive=True)
-                family = [psutil.Process(process.pid), *children]
+    process = begin([*SWEEP, "--out", str(folder), "--", *TRAIN], start_new_session=True)
+    try:  # hvdtrain, mpirun and two ranks
+        until(lambda: lines(folder) and len(family(process)) >= 4, process)
+        processes = family(process)
         process.send_signal(signal.SIGINT)
-        _, messages = process.communicate(timeout=120)
+        assert ended(process, 130).splitlines()[-1] == "hvdtrain: error: interrupted"
+        assert_gone(processes)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    last = messages.splitlines()[-1]
-    assert (process.returncode, last) == (130, b"hvdtrain: error: interrupted")
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert alive == [], "ranks are still running"
+        end_session(process.pid)
     return folder
 
 
@@ -126,8 +105,7 @@ def test_runs_of_two_models_are_not_comparable(study: tuple[Path, Outcome], tmp_
     double["summary"]["model"] = "tutorial"
     text = "".join(json.dumps(line) + "\n" for line in (single, double))
     (tmp_path / "results.jsonl").write_text(text)
-    outcome = run([*VERB, "scaling", "--out", str(tmp_path)])
-    assert outcome.code == 2
+    outcome = run([*VERB, "scaling", "--out", str(tmp_path)], code=2)
     assert "the model is not the same in all runs" in outcome.err
     assert "small in 1-1; tutorial in 2-1" in outcome.err
 
@@ -146,8 +124,7 @@ def test_the_slowest_rank_is_named(framework: str, tmp_path: Path) -> None:
     summary = tmp_path / "summary.json"
     script = str(SCRIPTS / "faulty_trainer.py")
     options = ("--model=small", "--num-steps=10", f"--framework={framework}", "--quiet")
-    outcome = resident.ranks(2, script, "late:1:200", *options, f"--summary={summary}")
-    assert outcome.code == 0, outcome.err[-3000:]
+    resident.ranks(2, script, "late:1:200", *options, f"--summary={summary}", code=0)
     split = json.loads(summary.read_text())["step_split"]
     assert (split["slowest_rank"], split["undivided"]) == (1, None)
     # Rank 0 waits while rank 1 sleeps, however busy the machine is.

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import BIN, run
+from tests.conftest import BIN, ended, run
 from tests.parallel.conftest import (
     Start,
     Training,
@@ -71,8 +71,7 @@ def test_the_ranks_of_one_host_listen_on_loopback_only(command: tuple[str, ...])
 
 
 def test_wrong_use_is_one_line() -> None:
-    outcome = run([*SPAWN], OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
-    assert outcome.code == 2, outcome.err
+    outcome = run([*SPAWN], OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1", code=2)
     (message,) = outcome.err.splitlines()
     assert message.startswith("hvdtrain: error: ")
     assert "mpirun (Open MPI) start" in message
@@ -123,8 +122,7 @@ def test_ctrl_c_during_the_start_is_handled(started: Start, tmp_path: Path) -> N
     until(lambda: rank_of(process, 1), process)
     processes = family(process)
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    said = ended(process, 128 + signal.SIGINT, seconds=60)
     assert [line for line in said.splitlines() if line] == [
         "hvdtrain: SIGINT: stopped before its first step: there is no checkpoint yet"
     ]

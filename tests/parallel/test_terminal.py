@@ -113,8 +113,7 @@ def test_mpiruns_message_about_a_reported_error_is_hidden(
 
 
 def test_help_behind_launch_is_printed_once() -> None:
-    outcome = run([*LAUNCH, *TRAIN, "--help"])
-    assert outcome.code == 0
+    outcome = run([*LAUNCH, *TRAIN, "--help"], code=0)
     assert outcome.out.count("usage: ") == 1
 
 
@@ -125,8 +124,7 @@ def test_nothing_is_imported_that_the_run_does_not_use(framework: str) -> None:
         "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
     options = ["--num-steps", "1", "--quiet", "--framework", framework]
-    outcome = run([sys.executable, "-c", program, *options])
-    assert outcome.code == 0, outcome.err
+    outcome = run([sys.executable, "-c", program, *options], code=0)
     loaded = set(json.loads(outcome.out.splitlines()[-1]))
     useless = {"matplotlib", "sklearn", "torchvision", "tensorboard", "yaml"}
     # Keras itself asks whether SciPy is there.

@@ -92,8 +92,7 @@ def test_packages_that_raise_at_each_call_change_nothing(tmp_path: Path) -> None
     assert_bit_equal(plain, recorded)
     for key in ("train_loss", "eval_loss", "parameter_norm", "stopped", "steps_completed"):
         assert recorded.summary[key] == plain.summary[key]
-    outcome = run([sys.executable, *PROGRAM, *tracked], cwd=tmp_path, PYTHONPATH=path)
-    assert outcome.code == 0
+    outcome = run([sys.executable, *PROGRAM, *tracked], cwd=tmp_path, PYTHONPATH=path, code=0)
     assert sorted(outcome.said) == [
         "hvdtrain: --tracker mlflow: OSError: get_experiment_by_name: the server is on fire; the "
         "run continues without it",
@@ -105,8 +104,7 @@ def test_packages_that_raise_at_each_call_change_nothing(tmp_path: Path) -> None
 def test_a_package_that_hangs_delays_the_end_by_half_a_minute(tmp_path: Path) -> None:
     path, began = packages(tmp_path, HANGING), time.monotonic()
     summary = tmp_path / "summary.json"
-    outcome = ranks(2, *PROGRAM, "--tracker=wandb", f"--summary={summary}", PYTHONPATH=path)
-    assert outcome.code == 0, outcome.err
+    outcome = ranks(2, *PROGRAM, "--tracker=wandb", f"--summary={summary}", PYTHONPATH=path, code=0)
     assert outcome.said == [
         "hvdtrain: --tracker wandb: not finished in time: the last records may be missing"
     ]

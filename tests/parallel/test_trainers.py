@@ -13,7 +13,7 @@ import pytest
 from hvdtrain.steps.checkpoint import newest_name
 from hvdtrain.steps.summary import Saves, Summary
 from hvdtrain.system.runtime.outlive import STOP_SIGNALS
-from tests.conftest import BIN, LONG, ROOT, run
+from tests.conftest import BIN, LONG, ROOT, ended, run
 from tests.parallel import resident
 from tests.parallel.conftest import (
     FRAMEWORKS,
@@ -159,8 +159,7 @@ def test_a_signal_to_one_process_alone_gives_75_and_nobody_uses_its_directory(
     until(lambda: list(tmp_path.glob("step-*")), process)
     second = resident.ranks(2, *line)
     process.terminate()
-    process.communicate(timeout=120)
-    assert process.returncode == 75
+    ended(process, 75)
     words = f"process {process.pid} of "
     assert_one_line(second, 2, f"--checkpoint-dir {tmp_path} is in use", words)
     assert not list(tmp_path.glob(".*"))
@@ -182,8 +181,7 @@ def test_a_signal_to_all_processes_of_a_job_saves_although_workers_read_its_data
     )
     until(lambda: (tmp_path / later).exists(), process)
     process.terminate()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, output
+    ended(process, 75)
     assert_gone(workers)
 
 
@@ -192,8 +190,7 @@ def test_alone_without_horovod_says_so(tmp_path: Path) -> None:
     (tmp_path / "horovod.py").write_text("raise ImportError('hidden by a test')\n")
     line = [sys.executable, "-m", "hvdtrain.mnist", "--model=small", "--num-steps=2"]
     path = f"{tmp_path}:{ROOT}"
-    alone = run(line, PYTHONPATH=path)
-    assert alone.code == 0
+    alone = run(line, PYTHONPATH=path, code=0)
     assert "Horovod is not installed" in alone.err
     assert "over single" in alone.out
     together = run([str(BIN / "mpirun"), "-n", "2", *line], PYTHONPATH=path)

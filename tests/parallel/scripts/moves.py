@@ -17,6 +17,7 @@ import torch
 
 from hvdtrain.adapters.select import adapter
 from hvdtrain.steps.sharding import Shards
+from tests.parallel.expect import expect_model
 
 SAMPLES, BATCH, SAVED, END = 60, 11, 3, 5  # parts that are not even, at 2 and at 3 ranks
 strategy, action, *folders = sys.argv[1:]
@@ -68,15 +69,6 @@ def expected(steps: int) -> torch.nn.Module:
     return net
 
 
-def check(net: Any, steps: int) -> None:
-    """Compare the whole model with that of one process."""
-    reference = expected(steps).state_dict()
-    exported = hvd.export_state(net, None).model
-    assert exported.keys() == reference.keys()
-    for name, value in reference.items():
-        assert abs(exported[name] - value.numpy()).max() < 1e-12, (name, steps)
-
-
 def distributed() -> tuple[Any, Any, Shards]:
     net, optimizer = network()
     if hvd.world.rank:  # what rank 0 has counts
@@ -90,15 +82,15 @@ if action == "save":
     net, optimizer, shards = distributed()
     hvd.broadcast_state(net, optimizer)
     train(net, optimizer, shards, 0, SAVED)
-    check(net, SAVED)
+    expect_model(hvd, net, expected(SAVED), SAVED)
     hvd.save_checkpoint(folders[0], net, optimizer, state={"step": SAVED})
 else:
     for folder in folders:
         net, optimizer, shards = distributed()
         state = hvd.resume(folder, net, optimizer)
         assert state and state["step"] == SAVED
-        check(net, SAVED)
+        expect_model(hvd, net, expected(SAVED), SAVED)
         train(net, optimizer, shards, SAVED, END)
-        check(net, END)
+        expect_model(hvd, net, expected(END), END)
         if hvd.world.is_writer:
             Path(folder, f"{strategy}-{hvd.world.size}").touch()

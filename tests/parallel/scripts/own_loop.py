@@ -19,11 +19,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
-from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.select import adapter
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.steps.sharding import Shards
-from tests.parallel.expect import expect_error, expect_snapshot
+from tests.parallel.expect import expect_error, expect_model, expect_snapshot
 
 SAMPLES, BATCH, EPOCHS = 13, 4, 3
 strategy = sys.argv.pop(1)
@@ -88,17 +87,8 @@ def train(step: Callable[..., None], *, loader: bool = False) -> None:
         for number, (_, (inputs, labels)) in enumerate(steps):
             step(net, optimizer, inputs, labels, number)
         hvd.average_metrics(1)  # a call of all ranks, whatever the last part has left
-    difference = distance(net, single)
-    assert difference < 1e-12, (step.__name__, difference)
+    expect_model(hvd, net, single, step.__name__)
     hvd.check_replicas(net, optimizer)
-
-
-def distance(net: torch.nn.Module, other: torch.nn.Module, hvd: CommonAdapter = hvd) -> float:
-    """Return the largest difference between the parameters of a net and of one that is whole."""
-    found = hvd.export_state(net, None).model  # all ranks: a strategy may hold them in parts
-    expected = other.state_dict()
-    assert found.keys() == expected.keys()
-    return max(float(abs(found[name] - value.numpy()).max()) for name, value in expected.items())
 
 
 def loss_of(net: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -243,7 +233,7 @@ def adversarial() -> None:
     shards = other.shard_data(SAMPLES, global_batch=BATCH, seed=3)
     run(maker, discriminator, first, second, shards.epoch(0))
     for mine, theirs in zip((maker, discriminator), single, strict=True):
-        assert distance(mine, theirs, other) < 1e-12
+        expect_model(other, mine, theirs)
 
 
 def one_model_after_the_other() -> None:
