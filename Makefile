@@ -121,13 +121,11 @@ extras: setup  ## the tests that need DALI, MLflow and wandb: 900 MB
 	    tests/unit/training/test_trackers.py
 
 soak: extras  ## what takes too long for test-all: faults again and again, all pairs, peak memory
-	python -m tests.faults --times 5
+	HVDTRAIN_LONG=1 $(PYTEST) -s tests/faults
 	python -m tests.faults.soak --data ../shared/data/mnist
 	python -m tests.faults.soak --data ../shared/data/mnist --framework tensorflow
 	python -m tests.fuzz all --seconds 600
-	HVDTRAIN_LONG=1 $(PYTEST) -s tests/faults/test_killed_saves.py tests/parallel/test_pairs.py \
-	    tests/parallel/test_many_ranks.py
-	HVDTRAIN_LONG=1 $(PYTEST) -s tests/parallel/test_elastic.py tests/parallel/test_keras.py
+	HVDTRAIN_LONG=1 $(PYTEST) -s $(patsubst %,tests/parallel/test_%.py,pairs many_ranks elastic keras)
 	python -m benchmarks.memory
 	python -m benchmarks.many_ranks
 

@@ -32,6 +32,7 @@ from tests.faults.job import Job
 from tests.faults.run import TOLERANCE, check_saved, end_of, step_of
 from tests.faults.table import FAULTS
 from tests.faults.task import RECORD
+from tests.parallel.conftest import difference
 
 ENDING = (
     *("rank: SIGKILL", "rank: SIGTERM", "rank: SIGINT", "rank: SIGUSR1", "mpirun: SIGKILL"),
@@ -214,14 +215,11 @@ class Soak:
 
     def difference(self, steps: int) -> float:
         """Return the largest difference of a tensor from the undisturbed one, relative."""
-        ended, expected = (
+        expected, ended = (
             end_of(Job(folder, "horovod", steps=steps))
-            for folder in (self.folder, self.folder / "undisturbed")
+            for folder in (self.folder / "undisturbed", self.folder)
         )
-        return max(
-            float(np.linalg.norm(ended[name] - value) / max(np.linalg.norm(value), 1e-30))
-            for name, value in expected.items()
-        )
+        return difference(expected, ended)
 
 
 def main() -> int:

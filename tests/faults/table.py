@@ -22,11 +22,13 @@ import psutil
 from hvdtrain.steps.checkpoint import load_newest, newest_name
 from hvdtrain.system.runtime import walltime
 from tests.cluster.hosts import TwoHosts
-from tests.conftest import BIN, executable, until
+from tests.conftest import BIN, executable, mounted, until
 from tests.faults.job import EVERY, FILLER, STRATEGIES, Job
 
 GOES_ON, STOPPED = 0, 75
 RANK = 1  # that has the fault
+PROGRAMS = {"mpirun": "prterun", "launch": "hvdtrain", "daemon": "prted"}
+DISK = "64m"  # size of a file system
 SUSPENDED = 20.0  # seconds for which a process is suspended
 LONG_PACE = 0.25  # seconds of a step for that
 READERS = ("horovod", "ddp", "zero", "fsdp", "mpi")  # whose images are read by processes
@@ -44,7 +46,7 @@ OF_ALL = ("shared memory", "temporary files", "locks", "partial checkpoints")
 OF_RANKS = ("locks", "partial checkpoints")
 
 Inject = Callable[[Job], None]
-Surroundings = Callable[[Job], contextlib.AbstractContextManager[None]]
+Surroundings = Callable[[Job], contextlib.AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -68,21 +70,23 @@ class Fault:
     pace: float = Job.pace  # so that the training does not end during the fault
 
 
-def signal_rank(number: signal.Signals) -> Inject:
-    """Return a function that sends a signal to a rank."""
-    return lambda job: job.ranks()[RANK].send_signal(number)
+def find(who: str) -> Callable[[Job], psutil.Process]:
+    """Return a function that finds the process of a rank, or of a launcher."""
+    if who == "rank":
+        return lambda job: job.ranks()[RANK]
+    return lambda job: job.launchers(PROGRAMS[who])[0]
 
 
-def signal_launcher(name: str, number: signal.Signals) -> Inject:
-    """Return a function that sends a signal to a launcher."""
-    return lambda job: job.launchers(name)[0].send_signal(number)
+def send(who: str, number: signal.Signals) -> Inject:
+    """Return a function that sends a signal."""
+    return lambda job: find(who)(job).send_signal(number)
 
 
-def suspend(find: Callable[[Job], psutil.Process]) -> Inject:
+def suspend(who: str) -> Inject:
     """Return a function that suspends a process and continues it later."""
 
     def inject(job: Job) -> None:
-        process = find(job)
+        process = find(who)(job)
         process.suspend()
         time.sleep(SUSPENDED)
         process.resume()
@@ -106,22 +110,11 @@ def ask(kind: str) -> Inject:
 
 
 @contextlib.contextmanager
-def mounted(folder: Path) -> Iterator[None]:
-    """Mount a file system of 64 MiB at a folder."""
-    folder.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@contextlib.contextmanager
 def disk(job: Job) -> Iterator[None]:
     """Mount a file system for the checkpoints, and copy them for the job that resumes."""
     job.options = ()  # with warnings
     saved = job.folder / "saved"
-    with mounted(job.checkpoints):
+    with mounted(job.checkpoints, DISK):
         yield
         shutil.copytree(job.checkpoints, saved)
     shutil.copytree(saved, job.checkpoints, dirs_exist_ok=True)
@@ -149,76 +142,22 @@ def unmount(job: Job) -> None:
     subprocess.run([*enter, "umount", "--lazy", str(job.checkpoints)], check=True)
 
 
-SLOW = """\
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <stdarg.h>
-#include <unistd.h>
-#include <sys/types.h>
-static void wait_for_the_disk(void) { usleep(2000); }
-ssize_t write(int file, const void *bytes, size_t size) {
-    static ssize_t (*real)(int, const void *, size_t);
-    if (!real) real = dlsym(RTLD_NEXT, "write");
-    if (file > 2) wait_for_the_disk();
-    return real(file, bytes, size);
-}
-ssize_t read(int file, void *bytes, size_t size) {
-    static ssize_t (*real)(int, void *, size_t);
-    if (!real) real = dlsym(RTLD_NEXT, "read");
-    if (file > 2) wait_for_the_disk();
-    return real(file, bytes, size);
-}
-int open64(const char *path, int flags, ...) {
-    static int (*real)(const char *, int, ...);
-    if (!real) real = dlsym(RTLD_NEXT, "open64");
-    va_list rest;
-    va_start(rest, flags);
-    mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;
-    va_end(rest);
-    wait_for_the_disk();
-    return real(path, flags, mode);
-}
-int fsync(int file) {
-    static int (*real)(int);
-    if (!real) real = dlsym(RTLD_NEXT, "fsync");
-    wait_for_the_disk();
-    return real(file);
-}
-int openat64(int folder, const char *path, int flags, ...) {
-    static int (*real)(int, const char *, int, ...);
-    if (!real) real = dlsym(RTLD_NEXT, "openat64");
-    va_list rest;
-    va_start(rest, flags);
-    mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;
-    va_end(rest);
-    wait_for_the_disk();
-    return real(folder, path, flags, mode);
-}
-int renameat(int folder, const char *from, int other, const char *to) {
-    static int (*real)(int, const char *, int, const char *);
-    if (!real) real = dlsym(RTLD_NEXT, "renameat");
-    wait_for_the_disk();
-    return real(folder, from, other, to);
-}
-"""
-
-
-def compiled(source: str, library: Path) -> Path:
-    """Compile a shared library."""
-    compiler = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
-    subprocess.run(compiler, input=source, text=True, check=True)
-    return library
+def compiled(job: Job, name: str) -> str:
+    """Compile a shared library from a C file of this folder; return its path."""
+    source, library = Path(__file__).with_name(name), (job.folder / name).with_suffix(".so")
+    command = ["cc", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"]
+    subprocess.run(command, check=True)
+    return str(library)
 
 
 @contextlib.contextmanager
 def slow_disk(job: Job) -> Iterator[None]:
     """Make each open, read, write, fsync and rename of the ranks 2 ms slower."""
-    job.extra = {**job.extra, "LD_PRELOAD": str(compiled(SLOW, job.folder / "slow.so"))}
+    job.extra = {**job.extra, "LD_PRELOAD": compiled(job, "slow_disk.c")}
     yield
 
 
-def check_library(job: Job, name: str = "slow.so") -> None:
+def check_library(job: Job, name: str = "slow_disk.so") -> None:
     """Check that all ranks have loaded the library."""
     for rank in job.ranks():
         assert any(Path(memory.path).name == name for memory in rank.memory_maps()), rank
@@ -347,45 +286,6 @@ def cut_and_mend(hosts: TwoHosts) -> None:
 # Faults of the machine.
 
 
-CLOCK = """\
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/time.h>
-#include <time.h>
-static time_t shift(void) {
-    static volatile long *seconds;
-    if (!seconds) {
-        int file = open(getenv("CLOCK_SHIFT"), O_RDONLY);
-        seconds = mmap(NULL, sizeof(long), PROT_READ, MAP_SHARED, file, 0);
-    }
-    return *seconds;
-}
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int failed = real(clock, now);
-    if (clock == CLOCK_REALTIME) now->tv_sec += shift();
-    return failed;
-}
-int gettimeofday(struct timeval *restrict now, void *restrict zone) {
-    struct timespec precise;
-    clock_gettime(CLOCK_REALTIME, &precise);
-    now->tv_sec = precise.tv_sec;
-    now->tv_usec = precise.tv_nsec / 1000;
-    return 0;
-}
-time_t time(time_t *seconds) {
-    struct timespec precise;
-    clock_gettime(CLOCK_REALTIME, &precise);
-    if (seconds) *seconds = precise.tv_sec;
-    return precise.tv_sec;
-}
-"""
-
-
 @contextlib.contextmanager
 def false_clock(job: Job) -> Iterator[None]:
     """Let the ranks read a time of the day that can be set.
@@ -394,9 +294,9 @@ def false_clock(job: Job) -> Iterator[None]:
     """
     clock = job.folder / "clock"
     clock.write_bytes(struct.pack("q", 0))
-    library = compiled(CLOCK, job.folder / "clock.so")
     ends = {walltime.ENDS: str(time.time() + HALF_AN_HOUR)}  # half an hour before the later time
-    job.extra = {**job.extra, **ends, "LD_PRELOAD": str(library), "CLOCK_SHIFT": str(clock)}
+    preload = {"LD_PRELOAD": compiled(job, "clock.c"), "CLOCK_SHIFT": str(clock)}
+    job.extra = {**job.extra, **ends, **preload}
     yield
 
 
@@ -456,103 +356,49 @@ HALF_AN_HOUR = 1800.0
 ON_HOSTS: dict[str, Any] = {"surroundings": two_hosts, "leaves": OF_ALL[1:]}
 WAITED_FOR: dict[str, Any] = {"seconds": 70, "launcher": "timeout", "options": ()}
 SAVED = r"stopped after step \d+, saved"
-FAULTS: Mapping[str, Fault] = {
-    "rank: SIGKILL": Fault(signal_rank(signal.SIGKILL), (1, KILLED), LOST),
-    "rank: SIGHUP": Fault(signal_rank(signal.SIGHUP), (GOES_ON,)),
-    **{
-        f"rank: {number.name}": Fault(
-            signal_rank(number), (STOPPED,), f"{number.name} on rank {RANK}: {SAVED}"
-        )
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-    },
-    "rank: suspended for 20 s": Fault(
-        suspend(lambda job: job.ranks()[RANK]), (GOES_ON,), pace=LONG_PACE
-    ),
-    "rank: suspended for ever": Fault(
-        signal_rank(signal.SIGSTOP), (124,), LATE, leaves=OF_RANKS, **WAITED_FOR
-    ),
+BY_LAUNCH: dict[str, Any] = {"launcher": "launch"}
+OF_DAEMON: dict[str, Any] = {"seconds": 30, **BY_LAUNCH, **ON_HOSTS}
+ANY = range(1, 256)
+# To whom, which signals, exit codes of the launcher, what hvdtrain reports ({}: the signal).
+SIGNALS: Sequence[tuple[str, str, Sequence[int], str, dict[str, Any]]] = (
+    ("rank", "SIGKILL", (1, KILLED), LOST, {}),
+    ("rank", "SIGHUP", (GOES_ON,), "", {}),
+    ("rank", "SIGTERM SIGINT SIGUSR1 SIGUSR2", (STOPPED,), f"{{}} on rank {RANK}: {SAVED}", {}),
     # Slowly, so that a rank that continues does not end by itself.
-    "mpirun: SIGKILL": Fault(
-        signal_launcher("prterun", signal.SIGKILL),
-        (-signal.SIGKILL,),
-        leaves=OF_ALL,
-        pace=LONG_PACE,
-    ),
+    ("mpirun", "SIGKILL", (-signal.SIGKILL,), "", {"leaves": OF_ALL, "pace": LONG_PACE}),
+    ("mpirun", "SIGTERM SIGINT SIGHUP", ANY, f"SIGTERM: {SAVED}", {}),
+    ("mpirun", "SIGUSR1 SIGUSR2", (STOPPED,), f"{{}}: {SAVED}", {}),
+    ("launch", "SIGKILL", (-signal.SIGKILL,), "", {"leaves": OF_ALL, **BY_LAUNCH}),
+    ("launch", "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2", (STOPPED,), f"{{}}: {SAVED}", BY_LAUNCH),
+    ("daemon", "SIGKILL SIGHUP SIGUSR1 SIGUSR2", ANY, HOST_LOST, OF_DAEMON),  # which end it
+    # It sends TERM to its ranks.
+    ("daemon", "SIGTERM SIGINT", ANY, f"SIGTERM on rank {RANK}: {SAVED}", OF_DAEMON),
+)
+FAULTS: Mapping[str, Fault] = {
     **{
-        f"mpirun: {number.name}": Fault(
-            signal_launcher("prterun", number), range(1, 256), f"SIGTERM: {SAVED}"
+        f"{who}: {name}": Fault(
+            send(who, signal.Signals[name]), codes, report.replace("{}", name), **more
         )
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        for who, names, codes, report, more in SIGNALS
+        for name in names.split()
     },
     **{
-        f"mpirun: {number.name}": Fault(
-            signal_launcher("prterun", number), (STOPPED,), f"{number.name}: {SAVED}"
+        f"{who}: suspended for 20 s": Fault(suspend(who), (GOES_ON,), pace=LONG_PACE, **more)
+        for who, more in (
+            *(("rank", {}), ("mpirun", {})),
+            *(("launch", BY_LAUNCH), ("daemon", ON_HOSTS)),
         )
-        for number in (signal.SIGUSR1, signal.SIGUSR2)
-    },
-    "mpirun: suspended for 20 s": Fault(
-        suspend(lambda job: job.launchers("prterun")[0]), (GOES_ON,), pace=LONG_PACE
-    ),
-    "mpirun: suspended for ever": Fault(
-        signal_launcher("prterun", signal.SIGSTOP), (124,), "no output", leaves=OF_ALL, **WAITED_FOR
-    ),
-    "launch: SIGKILL": Fault(
-        signal_launcher("hvdtrain", signal.SIGKILL),
-        (-signal.SIGKILL,),
-        launcher="launch",
-        leaves=OF_ALL,
-    ),
-    **{
-        f"launch: {number.name}": Fault(
-            signal_launcher("hvdtrain", number),
-            (STOPPED,),
-            f"{number.name}: {SAVED}",
-            launcher="launch",
-        )
-        for number in (
-            *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
-            *(signal.SIGUSR1, signal.SIGUSR2),
-        )
-    },
-    "launch: suspended for 20 s": Fault(
-        suspend(lambda job: job.launchers("hvdtrain")[0]),
-        (GOES_ON,),
-        launcher="launch",
-        pace=LONG_PACE,
-    ),
-    "daemon: SIGKILL": Fault(
-        signal_launcher("prted", signal.SIGKILL),
-        range(1, 256),
-        HOST_LOST,
-        30,
-        "launch",
-        **ON_HOSTS,
-    ),
-    **{
-        f"daemon: {number.name}": Fault(
-            signal_launcher("prted", number),
-            range(1, 256),
-            f"SIGTERM on rank {RANK}: {SAVED}",  # which it sends to its ranks
-            30,
-            "launch",
-            **ON_HOSTS,
-        )
-        for number in (signal.SIGTERM, signal.SIGINT)
     },
     **{
-        f"daemon: {number.name}": Fault(
-            signal_launcher("prted", number), range(1, 256), HOST_LOST, 30, "launch", **ON_HOSTS
+        f"{who}: suspended for ever": Fault(send(who, signal.SIGSTOP), (124,), report, **more)
+        for who, report, more in (
+            ("rank", LATE, {"leaves": OF_RANKS, **WAITED_FOR}),
+            ("mpirun", "no output", {"leaves": OF_ALL, **WAITED_FOR}),
+            ("daemon", "no output", {"seconds": 90, "launcher": "timeout", **ON_HOSTS}),
         )
-        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # which end it
     },
-    "daemon: suspended for ever": Fault(
-        signal_launcher("prted", signal.SIGSTOP), (124,), "no output", 90, "timeout", **ON_HOSTS
-    ),
-    "daemon: suspended for 20 s": Fault(
-        suspend(lambda job: job.launchers("prted")[0]), (GOES_ON,), pace=LONG_PACE, **ON_HOSTS
-    ),
-    "host: cut off": Fault(on_hosts(TwoHosts.cut), range(1, 256), SILENT, 45, **ON_HOSTS),
-    "host: off": Fault(on_hosts(TwoHosts.power_off), range(1, 256), SILENT, 45, **ON_HOSTS),
+    "host: cut off": Fault(on_hosts(TwoHosts.cut), ANY, SILENT, 45, **ON_HOSTS),
+    "host: off": Fault(on_hosts(TwoHosts.power_off), ANY, SILENT, 45, **ON_HOSTS),
     "host: cut off for 5 s": Fault(on_hosts(cut_and_mend), (GOES_ON,), pace=0.1, **ON_HOSTS),
     "host: 200 ms slow": Fault(impair(delay=0.2), (GOES_ON,), pace=0.1, **ON_HOSTS),
     "host: 5 % of packets lost": Fault(impair(loss=0.05), (GOES_ON,), pace=0.1, **ON_HOSTS),
@@ -586,7 +432,7 @@ FAULTS: Mapping[str, Fault] = {
         (2,),
         "/dev/shm on .* is full",
         strategies=READERS,
-        surroundings=lambda job: mounted(job.shared),
+        surroundings=lambda job: mounted(job.shared, DISK),
         leaves=("shared memory",),
         images=True,
     ),

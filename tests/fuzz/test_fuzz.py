@@ -14,15 +14,12 @@ from random import Random
 import pytest
 
 from hvdtrain.errors import UsageError
-from tests.conftest import on_demand
 from tests.fuzz import guard
 from tests.fuzz.guard import BrokenPromiseError, check, prepare
 from tests.fuzz.mutate import mutate
 from tests.fuzz.targets import TARGETS, Target
 
-GROUPS = sorted({target.group for target in TARGETS.values()})
 INPUTS = 25  # mutated ones of each target
-HOUR = 3600
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -49,15 +46,6 @@ def test_mutations_of_valid_inputs(target: Target, tmp_path: Path) -> None:
         data = mutate(random.choice(seeds), random)
         (tmp_path / "data").write_bytes(data)  # for whoever looks into a failure
         check(target, data, tmp_path / "in")
-
-
-@on_demand
-@pytest.mark.timeout(2 * HOUR)
-@pytest.mark.parametrize("group", GROUPS)
-def test_an_hour_of_search(group: str, tmp_path: Path) -> None:
-    names = [target.name for target in TARGETS.values() if target.group == group]
-    command = [sys.executable, "-m", "tests.fuzz", *names, "--seconds", str(HOUR // len(names))]
-    assert subprocess.run([*command, "--out", str(tmp_path)], check=False).returncode == 0
 
 
 def _loop(_: Path) -> None:
