@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.strategies import STRATEGIES
-from tests.conftest import BIN, ROOT, Outcome, end_session, environment, run
+from tests.conftest import BIN, ROOT, Outcome, end_session, environment, executable, run
 
 START = 120.0  # seconds to load a framework
 RANK = Path(__file__).with_name("rank.py")
@@ -95,6 +95,31 @@ def ranks(number: int, *words: str, framework: str = "", **more: Any) -> Outcome
     """Run ``python WORDS`` as ``tests.conftest.ranks`` does, by ``command``."""
     mpirun = [str(BIN / "mpirun"), "--oversubscribe", "-n", str(number)]
     return run([*mpirun, *command(*words, framework=framework)], **more)
+
+
+# The mpirun of a command that starts ranks itself: their Python is that of ``command``.
+MPIRUN = """\
+#!/bin/sh
+ranks=
+for word; do
+    shift
+    case "$ranks$word" in
+        python | {python}) set -- "$@" {python} -SE {rank} {address}; ranks=resident ;;
+        *) set -- "$@" "$word" ;;
+    esac
+done
+exec {mpirun} "$@"
+"""
+
+
+def path(framework: str) -> str:
+    """Return a PATH with an mpirun that starts resident ranks, of a command that starts some."""
+    resident = {"address": address(framework), "rank": RANK}
+    programs = _servers[framework].folder / "bin"
+    programs.mkdir(exist_ok=True)
+    text = MPIRUN.format(python=sys.executable, mpirun=BIN / "mpirun", **resident)
+    executable(programs / "mpirun", text)
+    return os.pathsep.join([str(programs), str(BIN), os.environ["PATH"]])
 
 
 def end_all() -> None:
