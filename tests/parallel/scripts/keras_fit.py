@@ -50,6 +50,12 @@ def sgd(**options: Any) -> Any:
     return keras.optimizers.SGD(0.2, momentum=0.9, **options)
 
 
+def distributed(model: keras.Model, loss: Any = LOSS, **options: Any) -> keras.Model:
+    """Return ``model``, to be trained over the ranks."""
+    model.compile(hvd.DistributedOptimizer(sgd()), loss, **options)
+    return model
+
+
 def both(
     optimizer: Callable[[], Any] = sgd,
     callbacks: Callable[[], list[Any]] = list,
@@ -136,12 +142,22 @@ def settings() -> None:
         distribute={"gradient_predivide_factor": 4.0, "device_dense": "/CPU:0", "name": "own"},
     )
     # An update after two batches, from the mean of their gradients.
-    single, mine = net(0), net(RANK)
-    single.compile(sgd(gradient_accumulation_steps=2), LOSS, run_eagerly=True)
     passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
-    mine.compile(hvd.DistributedOptimizer(sgd(), **passes), LOSS)
-    single.fit(global_batches(X, Y, BATCH, SEED), epochs=EPOCHS, verbose=0)
-    fit(mine)
+    (mine := net(RANK)).compile(hvd.DistributedOptimizer(sgd(), **passes), LOSS)
+    compare(net(0), mine, optimizer=sgd(gradient_accumulation_steps=2))
+
+
+def compare(
+    single: keras.Model,
+    mine: keras.Model,
+    whole: Any = None,
+    parts: Any = None,
+    optimizer: Any = None,
+) -> None:
+    """Fit a model in this process on ``whole``, and ``mine`` on this rank's ``parts`` of it."""
+    single.compile(optimizer or sgd(), LOSS, run_eagerly=True)
+    single.fit(whole or global_batches(X, Y, BATCH, SEED), epochs=EPOCHS, verbose=0)
+    fit(mine, data=parts)
     close(mine, single)
 
 
@@ -188,10 +204,8 @@ def overflow() -> None:
 def statistics() -> None:
     """BatchNorm sees each rank's part; a part of none leaves its statistics as they are."""
     for eager in (False, True):
-        model = net(RANK, keras.layers.BatchNormalization)
-        model.compile(
-            hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"], run_eagerly=eager
-        )
+        how = {"metrics": ["accuracy"], "run_eagerly": eager}
+        model = distributed(net(RANK, keras.layers.BatchNormalization), **how)
         result = fit(
             model,
             validation_data=(VAL_X, VAL_Y),
@@ -250,8 +264,7 @@ def stand_ins() -> None:
     watch = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.extend(logs.values())
     )
-    mine = model(RANK)
-    mine.compile(hvd.DistributedOptimizer(sgd()), LOSS, metrics=["accuracy"])
+    mine = distributed(model(RANK), metrics=["accuracy"])
     data = hvd.shard((X[:5], Y[:5]), global_batch=4, seed=SEED)
     fit(mine, data=data, callbacks=[watch], validation_data=data)
     assert len(seen) == 2 * 2 * EPOCHS and np.isfinite(seen).all()
@@ -303,8 +316,7 @@ def released() -> None:
     """Of models that are trained one after the other, only the last one remains."""
     kept = []
     for number in range(3):
-        model = net(RANK)
-        model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+        model = distributed(net(RANK))
         model.fit(X, Y, batch_size=BATCH, epochs=1, verbose=0)
         if number == 0:
             first = weakref.ref(model), weakref.ref(model.optimizer)
@@ -341,8 +353,7 @@ def rates() -> None:
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             seen.append(float(self.model.optimizer.learning_rate))
 
-    model = net(RANK)
-    model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+    model = distributed(net(RANK))
     warm = hvd.callbacks.LearningRateWarmupCallback(0.2 * SIZE, warmup_epochs=2)
     later = hvd.callbacks.LearningRateScheduleCallback(0.2 * SIZE, 0.1, start_epoch=2)
     history = fit(model, callbacks=[warm, later, Watch()], epochs=4).history
@@ -377,8 +388,7 @@ class Registered(keras.optimizers.SGD):
 def saved() -> None:
     """Rank 0 writes whole files, of the plain optimizer; what is loaded trains on all ranks."""
     folder = DONE / "saved"
-    model = net(RANK)
-    model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+    model = distributed(net(RANK))
     fit(model, callbacks=[hvd.callbacks.ModelCheckpoint(folder / "{epoch}.keras")], epochs=2)
     session.adapter().communicator.gather(b"")
     assert sorted(path.name for path in folder.iterdir()) == ["1.keras", "2.keras"]
@@ -496,8 +506,7 @@ def a_disk_that_fails() -> None:
         if epoch == 2 and RANK == 0:
             hindrance.unlink()
 
-    model = net(RANK)
-    model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+    model = distributed(net(RANK))
     backup = hvd.callbacks.BackupAndRestore(hindrance / "saved")
     mending = keras.callbacks.LambdaCallback(on_epoch_begin=mend)
     fit(model, callbacks=[backup, mending], epochs=4)
@@ -533,8 +542,7 @@ def goes_on(execution: int, *, batch: int, before: int | None, done: int) -> Non
         before: steps that the epoch had; None: not known.
         done: batches that are not trained on.
     """
-    model = net(RANK)
-    model.compile(hvd.DistributedOptimizer(sgd()), LOSS, steps_per_execution=execution)
+    model = distributed(net(RANK), steps_per_execution=execution)
     trained: list[float] = []  # losses; the other batches have the saved one
     updates: list[int] = []  # after each epoch
 
@@ -635,13 +643,9 @@ class Sum(keras.Model):
 
 
 def inputs() -> None:
-    single, mine = Sum(0), Sum(RANK)
-    single.compile(sgd(), LOSS, run_eagerly=True)
-    mine.compile(hvd.DistributedOptimizer(sgd()), LOSS)
-    data = global_batches(X, Y, BATCH, SEED).map(lambda x, y: ({"a": x, "b": x}, y))
-    single.fit(data, epochs=EPOCHS, verbose=0)
-    fit(mine, data=hvd.shard(({"a": X, "b": X}, Y), global_batch=BATCH, seed=SEED))
-    close(mine, single)
+    whole = global_batches(X, Y, BATCH, SEED).map(lambda x, y: ({"a": x, "b": x}, y))
+    parts = hvd.shard(({"a": X, "b": X}, Y), global_batch=BATCH, seed=SEED)
+    compare(Sum(0), distributed(Sum(RANK)), whole, parts)
 
 
 def sparse() -> None:
@@ -651,14 +655,11 @@ def sparse() -> None:
         keras.utils.set_random_seed(seed)
         return keras.Sequential([keras.Input((5,), sparse=sparse), keras.layers.Dense(3)])
 
-    data = hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
+    parts = hvd.shard((X, Y), global_batch=BATCH, seed=SEED)
+    parts = parts.map(lambda x, y: (tf.sparse.from_dense(x), y))
     for eager in (False, True):
-        single, mine = model(0, sparse=False), model(RANK, sparse=True)
-        single.compile(sgd(), LOSS, run_eagerly=True)
-        mine.compile(hvd.DistributedOptimizer(sgd()), LOSS, run_eagerly=eager)
-        single.fit(global_batches(X, Y, BATCH, SEED), epochs=EPOCHS, verbose=0)
-        fit(mine, data=data.map(lambda x, y: (tf.sparse.from_dense(x), y)))
-        close(mine, single)
+        mine = distributed(model(RANK, sparse=True), run_eagerly=eager)
+        compare(model(0, sparse=False), mine, parts=parts)
 
 
 def outputs() -> None:
@@ -672,9 +673,8 @@ def outputs() -> None:
         return keras.Model(start, ends)
 
     labels = {"one": Y, "other": Y[::-1].copy()}
-    single, mine = model(0), model(RANK)
+    single, mine = model(0), distributed(model(RANK), {"one": LOSS, "other": LOSS})
     single.compile(sgd(), {"one": LOSS, "other": LOSS})
-    mine.compile(hvd.DistributedOptimizer(sgd()), {"one": LOSS, "other": LOSS})
     order = global_batches(X, np.arange(SAMPLES), BATCH, SEED)
     data = order.map(lambda x, i: (x, {n: tf.gather(y, i) for n, y in labels.items()}))
     val = (VAL_X, {"one": VAL_Y, "other": VAL_Y[::-1]})
@@ -754,8 +754,7 @@ def stops() -> None:
         (2, (0, 1), 1, 2),
     ):
         for callbacks in ([], [average()]):
-            optimizer = hvd.DistributedOptimizer(sgd())
-            model.compile(optimizer, LOSS, steps_per_execution=execution)
+            distributed(model, steps_per_execution=execution)
             limit, history = Limit(*end), Noted()
             fit(model, callbacks=[*callbacks, limit, history], epochs=4)
             if SIZE > 1:
@@ -765,7 +764,7 @@ def stops() -> None:
     # One that all ranks have, and that sees a loss of its rank alone.
     x = X.copy()
     x[permutation(SAMPLES, SEED, 0)[BATCH - 1]] = np.nan  # the last rank's, in the first batch
-    model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+    distributed(model)
     data = hvd.shard((x, Y), global_batch=BATCH, seed=SEED)
     with contextlib.redirect_stdout(io.StringIO()):
         fit(model, data=data, callbacks=[keras.callbacks.TerminateOnNaN()])
@@ -799,7 +798,7 @@ def other_metrics() -> None:
     local = [y[rank::SIZE] for rank in range(SIZE)]
     mean = sum(len(part) * part.max() for part in local) / 8
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(hvd.DistributedOptimizer(sgd()), "mse", metrics=[Largest(), Total()])
+    distributed(model, "mse", metrics=[Largest(), Total()])
     with warnings_of("hvdtrain.keras.callbacks") as noted:
         average = hvd.callbacks.MetricAverageCallback()
         for _ in range(2):
@@ -826,8 +825,7 @@ def best() -> None:
     """What was the best before a restart is so after it."""
     file = DONE / "best.keras"
     for epochs in (2, 4):  # the second time it gets worse
-        model = net(0)
-        model.compile(hvd.DistributedOptimizer(sgd()), LOSS)
+        model = distributed(net(0))
         worse = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch < 2 else 50.0)
         callbacks = [
             hvd.callbacks.BackupAndRestore(DONE / "best"),
@@ -857,30 +855,11 @@ def idle() -> None:
     both(lambda: sgd(weight_decay=0.1), model=lambda seed: net(seed, Idle), run_eagerly=True)
 
 
-WAYS = [
-    plain,
-    optimizers,
-    inputs,
-    sparse,
-    outputs,
-    evaluated,
-    idle,
-    built_late,
-    datasets,
-    settings,
-    callbacks,
-    overflow,
-    statistics,
-    own_loop,
-    removed,
-    released,
-    guard,
-    stand_ins,
-    stops,
-    other_metrics,
-    best,
-]
-WAYS += [rates, saved, resumed, stopped, left_out, a_disk_that_fails]
+WAYS = (
+    *(plain, optimizers, inputs, sparse, outputs, evaluated, idle, built_late, datasets, settings),
+    *(callbacks, overflow, statistics, own_loop, removed, released, guard, stand_ins, stops),
+    *(other_metrics, best, rates, saved, resumed, stopped, left_out, a_disk_that_fails),
+)
 for way in WAYS:
     if {way.__name__, "all"} & WANTED:
         way()
