@@ -11,10 +11,9 @@ import pytest
 from hvdtrain.commands.pack.packing import Packing
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.workloads.data.packed import INDEX
-from tests.conftest import LONG, on_demand, run
+from tests.conftest import LONG, run
 from tests.parallel import resident
 from tests.parallel.conftest import (
-    FRAMEWORKS,
     SOME,
     assert_bit_equal,
     assert_one_line,
@@ -63,8 +62,7 @@ def test_staging_on_a_single_rank(
     staged = (*line, f"--data={packed}", "--stage=$SCRATCH/deep")
     words = ("-m", "hvdtrain.resnet", *staged, "--checkpoint-dir", str(tmp_path / "it/checkpoints"))
     words += ("--summary", str(tmp_path / "it/summary.json"))
-    outcome = run([sys.executable, *words], SCRATCH=str(scratch))
-    assert outcome.code == 0, outcome.err
+    outcome = run([sys.executable, *words], SCRATCH=str(scratch), code=0)
     assert f"data staged in {scratch}/deep/out-" in outcome.out
     assert_bit_equal(plain, type(plain)(outcome, tmp_path / "it"))
 
@@ -102,13 +100,3 @@ def test_damaged_data_is_reported_once(packed: Path, tmp_path: Path) -> None:
     outcome = completed(2, *line, "--skip-broken", "--num-steps=2")
     assert "skipped 1 broken image" in outcome.out
     assert "39 images" in outcome.out
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@on_demand
-def test_mnist(framework: str, mnist: Path, tmp_path: Path) -> None:
-    Packing(mnist, tmp_path / "packed", PackOptions(2**22, workers=1)).run()
-    line = (f"--framework={framework}", "--model=small", "--num-steps=20")
-    plain = train(2, tmp_path / "plain", "mnist", *line, f"--data={mnist}")
-    packed = train(2, tmp_path / "packed-run", "mnist", *line, f"--data={tmp_path / 'packed'}")
-    assert_bit_equal(plain, packed)

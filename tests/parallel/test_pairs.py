@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import LONG
-from tests.parallel.conftest import Training, assert_one_line, train
+from tests.parallel.conftest import assert_one_line, difference, train
 
 Row = Mapping[str, str]  # values by factor; "" for an option that is left out
 
@@ -54,7 +54,8 @@ BATCHES = {("mnist", "even"): 300, ("mnist", "uneven"): 301}  # of 1,500 images
 BATCHES |= {("resnet", "even"): 20, ("resnet", "uneven"): 13}  # of 40
 DEFAULTS = {name: values[0] for name, values in FACTORS.items()}
 EXACT, CLOSE = 1e-9, 1e-3  # relative differences in fp64, and in fp32 with SGD
-PART = 20  # in CI one row of so many
+PART = 18  # in CI one row of so many
+SEED = 15_998  # whose rows train with LARS and LAMB in both frameworks, most of them in fp64
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,14 @@ def name_of(row: Row) -> str:
 
 
 def sample(all_rows: list[Row], part: int) -> list[Row]:
-    """Return a seeded part of the rows, without those that compile, which takes long; or all."""
+    """Return a seeded part of the rows, without those that take long; or all.
+
+    test_equality.py compiles a network, and compares one with batch norm.
+    """
     if LONG:
         return all_rows
-    fast = [row for row in all_rows if not row["compile"]]
-    return random.Random(1).sample(fast, max(2, len(all_rows) // part))
+    fast = [row for row in all_rows if not row["compile"] and row["model"].startswith("mnist")]
+    return random.Random(SEED).sample(fast, max(2, len(all_rows) // part))
 
 
 def options_of(row: Row, data: Path) -> list[str]:
@@ -207,23 +211,13 @@ def test_ranks_compute_what_one_rank_does(row: Row, few_images: Path, tmp_path: 
     allowed = tolerance(row)
     promised = "equality is not promised" if allowed is None else f"at most {allowed:g}"
     for number, other in trained.items():
-        print(f"\n{number} ranks differ from one by {difference(one, other):.1e}, {promised}")
+        worst = difference(one.tensors(), other.tensors())
+        print(f"\n{number} ranks differ from one by {worst:.1e}, {promised}")
         assert other.summary["steps_completed"] == 6
         assert other.summary["samples_trained"] == one.summary["samples_trained"]
         assert np.isfinite(other.summary["train_loss"])
         if allowed is not None:
-            assert difference(one, other) <= allowed
-
-
-def difference(one: Training, other: Training) -> float:
-    """Return the largest difference of a tensor, relative to its norm."""
-    first, second = one.tensors(), other.tensors()
-    assert first.keys() == second.keys()
-    return max(
-        float(np.linalg.norm(np.float64(value) - second[name]))
-        / max(float(np.linalg.norm(np.float64(value))), 1e-30)
-        for name, value in first.items()
-    )
+            assert worst <= allowed
 
 
 @pytest.mark.parametrize("row", sample(refused(), PART), ids=name_of)
