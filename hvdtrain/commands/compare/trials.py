@@ -21,7 +21,7 @@ from hvdtrain.commands.compare.methods import (
     unavailable_reason,
 )
 from hvdtrain.commands.study import records
-from hvdtrain.commands.study.command_options import check_measurable, global_batch, value_of
+from hvdtrain.commands.study.command_options import check_measurable, global_batch
 from hvdtrain.commands.study.engine import (
     Plan,
     Planned,
@@ -30,6 +30,7 @@ from hvdtrain.commands.study.engine import (
     Variant,
     find_share,
 )
+from hvdtrain.config.words import value_of
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output.text import plural

@@ -22,8 +22,9 @@ from hvdtrain.commands.launch.hosts import (
     read_hostfile,
 )
 from hvdtrain.commands.launch.launcher_choice import agent_settings, find_mpi
-from hvdtrain.config.declare import option
+from hvdtrain.config.declare import optional
 from hvdtrain.config.values import positive
+from hvdtrain.config.words import effective_value
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import packages, physical_cores
@@ -36,26 +37,23 @@ from hvdtrain.system.machine.threads import (
 )
 from hvdtrain.system.runtime.command import run
 from hvdtrain.system.runtime.walltime import QUERY_TIMEOUT, walltime_query
-from hvdtrain.system.settings import read_settings
 
 # Options of each verb that starts ranks.
 hosts_option = partial(
-    option,
-    None,
+    optional,
     "hosts and their slots (default: those of the PBS or Slurm job, or this host)",
     metavar="A:2,B:2",
     either="hosts",
 )
 hostfile_option = partial(
-    option,
-    None,
+    optional,
     "file with lines `host`, `host:4` or `host slots=4`",
     Path,
     metavar="F",
     either="hosts",
 )
 ppn_option = partial(
-    option, None, "number of ranks per host (default: its slots)", positive, metavar="K"
+    optional, "number of ranks per host (default: its slots)", positive, metavar="K"
 )
 _CHUNK = re.compile(r"([^/+.]+)[^/+]*/\d+(?:\*(\d+))?")  # of exec_host: node1/0*2+node2/0*4
 
@@ -167,30 +165,8 @@ def choose_threads(
 
 def checkpoint_dir(command: Sequence[str]) -> Path | None:
     """Return the --checkpoint-dir of a training command or its --config files, or None."""
-    directory = option_of(command, "checkpoint-dir")
+    directory = effective_value(command, "--checkpoint-dir")
     return Path(directory) if directory else None
-
-
-def option_of(command: Sequence[str], name: str) -> str:
-    """Return the value of an option of a training command or its --config files; empty: none."""
-    values: dict[str, list[str]] = {f"--{name}": [], "--config": []}
-    for index, word in enumerate(command):
-        option, equals, value = word.partition("=")
-        if (option := option.replace("_", "-")) in values:
-            value = value if equals else "".join(command[index + 1 : index + 2])
-            values[option].append(value)
-    configured = [value for file in values["--config"] for value in _values_in(Path(file), name)]
-    return ["", *configured, *values[f"--{name}"]][-1]
-
-
-def _values_in(file: Path, name: str) -> list[str]:
-    """Return the value of an option in a file of options, if any."""
-    try:
-        settings = read_settings(file, f"{name}: VALUE")
-    except UsageError:  # the ranks report it
-        return []
-    names = (name, name.replace("-", "_"))
-    return [str(setting.value) for setting in settings if setting.name in names and setting.value]
 
 
 def notes(launch: Launch) -> list[str]:

@@ -23,9 +23,6 @@ from hvdtrain.commands.study.command_options import (
     batch_sizes,
     check_measurable,
     default_batch,
-    effective_value,
-    value_of,
-    without_option,
 )
 from hvdtrain.commands.study.engine import (
     Plan,
@@ -34,6 +31,7 @@ from hvdtrain.commands.study.engine import (
     Variant,
     find_share,
 )
+from hvdtrain.config.words import effective_value, value_of, without_option
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 

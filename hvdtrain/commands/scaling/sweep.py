@@ -33,7 +33,6 @@ from hvdtrain.commands.study.command_options import (
     check_measurable,
     entries,
     global_batch,
-    without_option,
 )
 from hvdtrain.commands.study.engine import (
     LOG,
@@ -54,6 +53,7 @@ from hvdtrain.commands.submit.site import load_site
 from hvdtrain.commands.submit.submission import submit
 from hvdtrain.config.declare import add_options, from_namespace, option, optional, switch
 from hvdtrain.config.values import counts, positive
+from hvdtrain.config.words import without_option
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import plural

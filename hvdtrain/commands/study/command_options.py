@@ -1,4 +1,4 @@
-"""The options of the measured command, on its command line and in its --config file."""
+"""The command that a study measures: its batch sizes, and what it may not have."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from hvdtrain.config.command_line import parse
+from hvdtrain.config.words import config_options, effective_value, value_of
 from hvdtrain.errors import UsageError
-from hvdtrain.system.settings import read_settings
 from hvdtrain.tasks.own import RECIPE
 
 # Options that would prevent independent measurements, with the reason.
@@ -31,36 +30,6 @@ DYNAMIC = "DYNAMIC"  # value of HOROVOD_TIMELINE: no timeline unless the program
 def entries(text: str) -> tuple[str, ...]:
     """Read ``a --x 1,2,b`` as names with their options; values may contain commas."""
     return tuple(dict.fromkeys(part.strip() for part in re.split(r",(?=\s*[a-z])", text)))
-
-
-def value_of(words: Sequence[str], option: str) -> str | None:
-    """Return the value of ``option``, spelled with dashes or underscores; None if not set.
-
-    The last one counts, as in the trainers.
-    """
-    return next(reversed(_values(words, option)), None)
-
-
-def _values(words: Sequence[str], option: str) -> list[str]:
-    """Return the values of ``option``, which may be repeated."""
-    values = []
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == option:
-            values.append(value if equals else next(iter(words[index + 1 : index + 2]), ""))
-    return values
-
-
-def without_option(words: Sequence[str], option: str) -> list[str]:
-    """Return ``words`` without ``option`` and its value."""
-    kept, remaining = [], iter(words)
-    for word in remaining:
-        name, equals, _ = word.partition("=")
-        if name.replace("_", "-") != option:
-            kept.append(word)
-        elif not equals:
-            next(remaining, None)
-    return kept
 
 
 def difference(old: Sequence[str], new: Sequence[str]) -> str:
@@ -88,29 +57,6 @@ def _by_option(words: Sequence[str]) -> dict[str, str]:
         else:
             values[name] = f"{values[name]} {word}".strip()
     return {name: value or "set" for name, value in values.items()}
-
-
-def config_options(words: Sequence[str]) -> dict[str, str]:
-    """Return the options in the --config files, as the trainers read them, by ``--name``.
-
-    Empty if there is no file, or --config has another meaning in the program.
-    """
-    paths = [Path(path) for path in _values(words, "--config") if path]
-    try:
-        settings = [setting for path in paths for setting in read_settings(path, "")]
-    except UsageError:  # reported by the program itself
-        return {}
-    return {
-        f"--{setting.name.replace('_', '-')}": str(setting.value)
-        for setting in settings
-        if setting.value is not None and setting.value is not False
-    }
-
-
-def effective_value(words: Sequence[str], option: str) -> str | None:
-    """Return the value of ``option`` on the command line or in the file; None if not set."""
-    value = value_of(words, option)
-    return config_options(words).get(option) if value is None else value
 
 
 def batch_sizes(words: Sequence[str]) -> tuple[str | None, str | None]:

@@ -31,7 +31,6 @@ from hvdtrain.commands.launch.prepare import (
     check_request,
     choose_hosts,
     choose_threads,
-    option_of,
     with_host_cores,
 )
 from hvdtrain.config.strategies import DEFAULT, STRATEGIES
@@ -65,8 +64,8 @@ def check_elastic(
     is_trainer = any(
         option == "-m" and module.startswith("hvdtrain.") for option, module in pairwise(words)
     )
-    name = option_of(words, "strategy") or (DEFAULT.name if is_trainer else "")
-    framework = option_of(words, "framework")
+    name = effective_value(words, "--strategy") or (DEFAULT.name if is_trainer else "")
+    framework = effective_value(words, "--framework")
     supported = [strategy for strategy in STRATEGIES.values() if TORCHRUN in strategy.launchers]
     remedy = "--strategy ddp, or a chain of jobs"
     if launcher == "mpi":

@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 from hvdtrain.commands.launch.hosts import Allocation, Host
 from hvdtrain.commands.launch.prepare import Request
 from hvdtrain.commands.study import engine
-from hvdtrain.commands.study.command_options import (
-    check_measurable,
-    effective_value,
-    value_of,
-    without_option,
-)
+from hvdtrain.commands.study.command_options import check_measurable
 from hvdtrain.commands.study.engine import (
     HostShare,
     Plan,
@@ -35,6 +30,7 @@ from hvdtrain.commands.study.engine import (
     measure,
     time_left,
 )
+from hvdtrain.config.words import effective_value, value_of, without_option
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine import limits
