@@ -1,8 +1,8 @@
 """The one list of what is refused before a training begins, by the phase that can tell.
 
 A phase is a function of facts, whose rows are a condition and the message that it yields. They name
-options that the user has given, never a default. A verb has one phase: its ``Options`` may have
-``refusals``. What an option needs stands at its field (``declare.option``).
+options that the user has given, never a default. What an option needs, of a trainer or a verb,
+stands at its field (``declare.option``).
 """
 
 from __future__ import annotations

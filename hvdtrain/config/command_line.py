@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from hvdtrain.config.checks import EXCLUSIVE, check, of_options
-from hvdtrain.config.declare import CommandParser, OptionValues, add_options, not_among
+from hvdtrain.config.declare import CommandParser, OptionValues, add_options, not_among, values_of
 from hvdtrain.config.options import Options
 from hvdtrain.config.values import local_folder
 from hvdtrain.errors import UsageError
@@ -74,12 +73,12 @@ def parse(
     """
     check_working_directory()
     parser = build_parser(workload, description, epilog, kind)
-    line = _values(parser, spelled(arguments, kind.ALIASES))
-    files = line.pop("config", ())
+    line = parser.read(spelled(arguments, kind.ALIASES))
     # `help: true` in a file would end the program as if it had finished.
     file_parser = build_parser(workload, description, epilog, kind, add_help=False)
+    files = (_read_config(file_parser, kind, file) for file in line.config or ())
     merged: OptionValues = {}
-    for values in (*(_read_config(file_parser, file, kind.ALIASES) for file in files), line):
+    for values in (*files, values_of(kind, line)):
         for name, excluded in (*EXCLUSIVE, *(pair[::-1] for pair in EXCLUSIVE)):
             if name in values:  # a later source also replaces the excluded option
                 merged.pop(excluded, None)
@@ -105,54 +104,40 @@ def spelled(arguments: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
         if name.startswith("--"):
             name = name.replace("_", "-")
         values = {key.split()[1]: new for key, new in aliases.items() if key.startswith(f"{name} ")}
-        if aliases.get(name, "").endswith("="):
-            value = _argument(name, value if equals else None, words)
-            result += f"{aliases[name]}{value}".split(maxsplit=aliases[name].count(" "))
-        elif name in aliases:
-            result += [*aliases[name].split(), value] if equals else aliases[name].split()
-        elif values:
-            value = _argument(name, value if equals else None, words)
-            if value not in values:
-                raise UsageError(f"{name}: {not_among(value, values)}")
+        prefix = aliases.get(name, "")
+        if values or prefix.endswith("="):
+            if not equals and words and not words[0].startswith("-"):
+                value = words.popleft()
+            if not value:
+                raise UsageError(f"{name}: expected one argument")
+        if values and value not in values:
+            raise UsageError(f"{name}: {not_among(value, values)}")
+        if values:
             result += values[value].split()
+        elif prefix.endswith("="):
+            result += f"{prefix}{value}".split(maxsplit=prefix.count(" "))
+        elif name in aliases:
+            result += [*prefix.split(), value] if equals else prefix.split()
         else:
             result.append(name + equals + value)
     return result
 
 
-def _argument(name: str, attached: str | None, words: collections.deque[str]) -> str:
-    """Return the value of option ``name``, by default the next of ``words``."""
-    if attached is None and words and not words[0].startswith("-"):
-        attached = words.popleft()
-    if not attached:
-        raise UsageError(f"{name}: expected one argument")
-    return attached
-
-
-def _values(parser: Parser, arguments: list[str]) -> OptionValues:
-    values = {}
-    for name, value in vars(parser.read(arguments)).items():
-        if isinstance(value, list) and isinstance(value[0], tuple):
-            values[name] = tuple(itertools.chain(*value))  # a list in several words: 30 60 is 30,60
-        elif value is not None:  # a list: of an option that was repeated
-            values[name] = tuple(value) if isinstance(value, list) else value
-    return values
-
-
-def _read_config(parser: Parser, path: Path, aliases: Mapping[str, str]) -> OptionValues:
+def _read_config(parser: Parser, kind: type[Options], path: Path) -> OptionValues:
     """Read a file of options as command-line words, so that both are checked in the same way."""
     values: OptionValues = {}
     lines: dict[str, int] = {}
     for setting in read_settings(path, "batch-size: 64"):
         try:
-            line_values = _values(parser, spelled(_words(parser, setting, aliases), aliases))
+            parsed = parser.read(spelled(_words(parser, setting, kind.ALIASES), kind.ALIASES))
         except UsageError as error:
             message = str(error).removeprefix("--").replace("did you mean --", "did you mean ")
             raise UsageError(f"{path} line {setting.line}: {message}") from error
+        where = f"{path} line {setting.line}: {setting.name}"
+        if parsed.config:
+            raise UsageError(f"{where}: must not be nested: name each file on the command line")
+        line_values = values_of(kind, parsed)
         for name in line_values:
-            where = f"{path} line {setting.line}: {setting.name}"
-            if name == "config":
-                raise UsageError(f"{where}: must not be nested: name each file on the command line")
             if name in lines:
                 raise UsageError(f"{where}: line {lines[name]} sets the same option: omit one")
             lines[name] = setting.line

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -194,17 +195,23 @@ def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
     return settings
 
 
-def from_namespace(kind: type[T], parsed: argparse.Namespace) -> T:
-    """Return a ``kind`` of the parsed options; absent ones have their default."""
+def values_of(kind: type[Any], parsed: argparse.Namespace) -> OptionValues:
+    """Return the values of the parsed options of ``kind``, without those that are None."""
     values = {}
     for field in declared(kind):
         value = getattr(parsed, field.name)
         if isinstance(value, list):
-            is_command = field.metadata["number"] == argparse.REMAINDER
-            value = tuple(value[is_command and value[:1] == ["--"] :])
+            if field.metadata["kind"] in LISTS:  # in several words: 30 60 is 30,60
+                value = list(itertools.chain(*value))
+            value = tuple(value[value[:1] == ["--"] :])  # before a command
         if value is not None:
             values[field.name] = value
-    return kind(**values)
+    return values
+
+
+def from_namespace(kind: type[T], parsed: argparse.Namespace) -> T:
+    """Return a ``kind`` of the parsed options; absent ones have their default."""
+    return kind(**values_of(kind, parsed))
 
 
 class CommandParser(argparse.ArgumentParser):

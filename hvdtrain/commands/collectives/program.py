@@ -60,6 +60,9 @@ def message_sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
+_measured = partial(optional, group="measurement options", needs="--time")
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of the program; None: not given."""
@@ -67,25 +70,19 @@ class Options:
     json: bool = switch("print the result as JSON")
     html: Path | None = optional("HTML file for a page with diagrams", Path, metavar="FILE")
     time: bool = switch("time each collective by message size and library")
-    sizes: tuple[int, ...] | None = optional(
-        "message sizes, e.g. 4,1e6 (default: 4 B to 64 MiB)",
-        message_sizes,
-        metavar="BYTES,...",
-        group="measurement options",
-        needs="--time",
+    sizes: tuple[int, ...] | None = _measured(
+        "message sizes, e.g. 4,1e6 (default: 4 B to 64 MiB)", message_sizes, metavar="BYTES,..."
     )
-    seconds: float | None = optional(
-        "seconds per size and collective (default: 0.1)", above_zero, metavar="S", needs="--time"
+    seconds: float | None = _measured(
+        "seconds per size and collective (default: 0.1)", above_zero, metavar="S"
     )
-    collectives: tuple[str, ...] | None = optional(
-        "collectives to time (default: all)", names, metavar="NAME,...", needs="--time"
+    collectives: tuple[str, ...] | None = _measured(
+        "collectives to time (default: all)", names, metavar="NAME,..."
     )
-    libraries: tuple[str, ...] | None = optional(
-        "mpi4py, horovod, gloo, nccl (default: all)", names, metavar="NAME,...", needs="--time"
+    libraries: tuple[str, ...] | None = _measured(
+        "mpi4py, horovod, gloo, nccl (default: all)", names, metavar="NAME,..."
     )
-    plot: Path | None = optional(
-        "write a plot to STEM.png and STEM.pdf", Path, metavar="STEM", needs="--time"
-    )
+    plot: Path | None = _measured("write a plot to STEM.png and STEM.pdf", Path, metavar="STEM")
 
 
 @dataclass(frozen=True)
