@@ -28,7 +28,7 @@ from hvdtrain.commands.compare.trials import LINES as TRIALS
 from hvdtrain.commands.pack.packing import Packing, shard_problem
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.commands.report.find import look
-from hvdtrain.commands.study.records import append
+from hvdtrain.commands.study.run import append_record
 from hvdtrain.commands.timeline import report, trace_page
 from hvdtrain.commands.timeline.analyse import Recorder
 from hvdtrain.commands.timeline.read import repair
@@ -386,9 +386,9 @@ def results() -> list[bytes]:
 
     def write(folder: Path) -> None:
         for each in runs:
-            append(folder / "results.jsonl", each)
+            append_record(folder / "results.jsonl", each)
         for each in trials:
-            append(folder / TRIALS, each)
+            append_record(folder / TRIALS, each)
 
     return [_json(summary(2, samples_trained=9)), *written(write).values()]
 

@@ -28,7 +28,7 @@ from PIL import Image
 
 from hvdtrain import cli, completion
 from hvdtrain.commands.scaling import runs as records
-from hvdtrain.commands.study.records import append
+from hvdtrain.commands.study.run import append_record
 from hvdtrain.config.declare import CommandParser
 from hvdtrain.steps.summary import Summary
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
@@ -114,7 +114,7 @@ def objects(folder: Path) -> dict[str, Any]:
             assert cli.main([words[0], "--json", *map(str, words[1:])]) == 0, words
         name = " ".join(str(word) for word in words[:2] if not isinstance(word, Path))
         result[name] = json.loads(out.getvalue())
-    append(folder / records.LINES, run(2))
+    append_record(folder / records.LINES, run(2))
     result[records.LINES] = json.loads((folder / records.LINES).read_text())
     result["compare.jsonl"] = json.loads((comparison / "compare.jsonl").read_text().splitlines()[0])
     result["--summary"] = Summary.from_json({}).to_json()

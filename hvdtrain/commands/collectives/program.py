@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.commands.collectives import lesson, timing
+from hvdtrain.commands.collectives.timing import BACKENDS, JobTimes, LibraryTimes
 from hvdtrain.config.checks import check, of_fields
 from hvdtrain.config.command_line import Parser
 from hvdtrain.config.declare import add_options, from_namespace, optional, switch
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.config.values import above_zero, counts, names
-from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
+from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.system.files import check_writable
 from hvdtrain.system.machine import mpi_library
 from hvdtrain.system.output import plots
@@ -28,7 +30,6 @@ from hvdtrain.system.runtime.tuning import MPI_VARIABLES, set_defaults
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.mpi4py import Mpi4py
-    from hvdtrain.commands.collectives.timing import JobTimes, LibraryTimes
 
 USAGE = """
   mpirun -n N python -m hvdtrain.collectives [--json] [--html FILE]
@@ -42,12 +43,6 @@ examples:
 
 {page("collectives")} explains the output."""
 TEMPLATE = Path(__file__).with_name("page.html")
-NAMES = {  # of the libraries
-    "mpi4py": "MPI (mpi4py)",
-    "horovod": "Horovod",
-    "gloo": "torch.distributed, Gloo",
-    "nccl": "torch.distributed, NCCL",
-}
 COLUMNS = 3  # panels of timings side by side
 PANEL = 3.4, 2.9  # inches
 
@@ -139,8 +134,6 @@ def connect() -> Mpi4py:
 
 def show_lesson(ranks: Mpi4py) -> ProgramOutput:
     """Perform each collective once on small arrays; all ranks together."""
-    from hvdtrain.commands.collectives import lesson
-
     outcomes = lesson.run_all(ranks)
     data = {"ranks": ranks.size, "lesson": [outcome.to_json() for outcome in outcomes]}
     return ProgramOutput(lesson.text(outcomes), data, partial(lesson.section, outcomes))
@@ -153,25 +146,17 @@ def measure_time(ranks: Mpi4py, options: Options) -> ProgramOutput:
         UsageError: unknown collective or library.
         HvdtrainError: no library could be measured.
     """
-    from hvdtrain.commands.collectives import timing
-    from hvdtrain.commands.collectives.lesson import COLLECTIVES
-
-    known = [collective.name for collective in COLLECTIVES]
+    known = [collective.name for collective in lesson.COLLECTIVES]
     collectives = _chosen(options.collectives, known, "--collectives")
     sizes, seconds = options.sizes or timing.SIZES, options.seconds or timing.SECONDS
     backends = {
         name: timing.measure(ranks, name, collectives, sizes, seconds)
-        for name in _chosen(options.libraries, timing.BACKENDS, "--libraries")
+        for name in _chosen(options.libraries, list(BACKENDS), "--libraries")
     }
     hosts = len(set(ranks.gather(socket.gethostname().encode())))
-    times = timing.JobTimes(ranks.size, hosts, backends)
-    ranks.on_root(lambda: check_measured(times))
-    return ProgramOutput(
-        time_text(times),
-        asdict(times),
-        partial(time_section, times),
-        partial(time_figure, times),
-    )
+    times = JobTimes(ranks.size, hosts, backends)
+    ranks.on_root(times.check)
+    return time_output(times)
 
 
 def _chosen(requested: Sequence[str] | None, known: Sequence[str], option: str) -> Sequence[str]:
@@ -200,19 +185,18 @@ def publish(result: ProgramOutput, options: Options, size: int) -> None:
     sys.stdout.flush()
 
 
-def time_text(times: JobTimes) -> str:
-    """Return a table per collective and the failed measurements."""
+def time_output(times: JobTimes) -> ProgramOutput:
+    """Return a table per collective, the failed measurements, and a plot."""
+    tables, figure = time_tables(times), partial(time_figure, times)
     job = f"{plural(times.ranks, 'rank')} on {plural(times.hosts, 'host')}"
-    parts = [f"{job}: median time of the slowest rank"]
-    parts += [table.text for table in time_tables(times)]
-    parts += ["\n".join(map(message, left_out(times)))] if left_out(times) else []
-    return "\n\n".join(parts)
-
-
-def time_section(times: JobTimes) -> Section:
-    """Return the section of the page."""
-    plot = plots.inline(time_figure(times))
-    return Section("Duration", left_out(times), plot, time_tables(times))
+    parts = [f"{job}: median time of the slowest rank", *(table.text for table in tables)]
+    parts += ["\n".join(map(message, times.left_out))] if times.left_out else []
+    return ProgramOutput(
+        "\n\n".join(parts),
+        asdict(times),
+        lambda: Section("Duration", times.left_out, plots.inline(figure()), tables),
+        figure,
+    )
 
 
 def time_tables(times: JobTimes) -> list[Table]:
@@ -221,7 +205,7 @@ def time_tables(times: JobTimes) -> list[Table]:
     Times of libraries after the first are followed by their ratio to the first library's.
     """
     tables = []
-    for collective in _collectives(times):
+    for collective in times.collectives:
         have = {n: entry for n, entry in times.measured.items() if entry.rows_of(collective)}
         by_size = zip(*(entry.rows_of(collective) for entry in have.values()), strict=True)
         rows = [
@@ -232,31 +216,8 @@ def time_tables(times: JobTimes) -> list[Table]:
         rows.append(["latency", *(duration(latency) if latency else "-" for latency in latencies)])
         rates = [fit.bytes_per_second for fit in fits]
         rows.append(["bandwidth", *(bandwidth(rate) if rate else "-" for rate in rates)])
-        tables.append(Table(collective, ["message", *(NAMES[name] for name in have)], rows))
+        tables.append(Table(collective, ["message", *(BACKENDS[name] for name in have)], rows))
     return tables
-
-
-def check_measured(times: JobTimes) -> None:
-    """Check that at least one measurement succeeded.
-
-    Raises:
-        HvdtrainError: no library could be measured.
-    """
-    if not any(entry.rows for entry in times.measured.values()):
-        raise HvdtrainError(f"all measurements failed. {'; '.join(left_out(times))}")
-
-
-def left_out(times: JobTimes) -> list[str]:
-    """Return a line for each library and collective that could not be measured."""
-    from hvdtrain.commands.collectives.timing import LibraryTimes
-
-    lines = []
-    for name, entry in times.backends.items():
-        if isinstance(entry, LibraryTimes):
-            lines += [f"{NAMES[name]}, {kind}: {reason}" for kind, reason in entry.left_out.items()]
-        else:
-            lines.append(f"{NAMES[name]}: {entry.reason}")
-    return lines
 
 
 def time_figure(times: JobTimes) -> Any:
@@ -267,7 +228,7 @@ def time_figure(times: JobTimes) -> Any:
     from matplotlib import pyplot as plt
 
     plots.style()
-    collectives = _collectives(times)
+    collectives = times.collectives
     columns = min(COLUMNS, len(collectives))
     lines = -(-len(collectives) // columns)
     figure, axes = plt.subplots(
@@ -280,7 +241,7 @@ def time_figure(times: JobTimes) -> Any:
         panel.set_title(collective)
         for name, entry in times.measured.items():
             if entry.rows_of(collective):
-                handles[NAMES[name]] = _draw_times(panel, name, entry, collective)
+                handles[BACKENDS[name]] = _draw_times(panel, name, entry, collective)
         _size_axis(panel, [row.bytes for entry in times.measured.values() for row in entry.rows])
     for panel in axes[:, 0]:
         panel.set_ylabel("time")
@@ -292,9 +253,9 @@ def _draw_times(panel: Any, name: str, entry: LibraryTimes, collective: str) -> 
     """Draw points and fit of a library; return the points."""
     rows, fit = entry.rows_of(collective), entry.fit_of(collective)
     sizes = [row.bytes for row in rows]
-    style = plots.series(list(NAMES).index(name))
+    style = plots.series(list(BACKENDS).index(name))
     seconds = [row.seconds for row in rows]
-    (points,) = panel.plot(sizes, seconds, **{**style, "linestyle": ""}, label=NAMES[name])
+    (points,) = panel.plot(sizes, seconds, **{**style, "linestyle": ""}, label=BACKENDS[name])
     per_byte = 1 / fit.bytes_per_second if fit.bytes_per_second else 0.0
     dense = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 40) for step in range(41)]
     modelled = [fit.latency_seconds + nbytes * per_byte for nbytes in dense]
@@ -320,11 +281,6 @@ def _tick(seconds: float) -> str:
     """Return the label of a tick, e.g. ``10 µs``."""
     number, unit = duration(seconds).split()
     return f"{float(number):g} {unit}"
-
-
-def _collectives(times: JobTimes) -> list[str]:
-    rows = [row for entry in times.measured.values() for row in entry.rows]
-    return list(dict.fromkeys(row.collective for row in rows))
 
 
 def _compared(times: Sequence[float]) -> list[str]:

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.cost import bandwidths, fit
+from hvdtrain.errors import HvdtrainError
 
 Result = TypeVar("Result")
 
@@ -33,7 +34,12 @@ ELEMENT = 4  # bytes of a float32
 # Timeout of torch.distributed for rendezvous and collectives: on two loaded cores a rank was late
 # by more than 15 s.
 CONNECT_TIMEOUT = timedelta(seconds=60)
-BACKENDS = ("mpi4py", "horovod", "gloo", "nccl")
+BACKENDS = {  # with their names in reports
+    "mpi4py": "MPI (mpi4py)",
+    "horovod": "Horovod",
+    "gloo": "torch.distributed, Gloo",
+    "nccl": "torch.distributed, NCCL",
+}
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,35 @@ class JobTimes:
 
     @property
     def measured(self) -> dict[str, LibraryTimes]:
-        """Return the libraries that could be measured."""
+        """The libraries that could be measured."""
         return {n: entry for n, entry in self.backends.items() if isinstance(entry, LibraryTimes)}
+
+    @property
+    def collectives(self) -> list[str]:
+        """The collectives that some library could perform."""
+        rows = [row for entry in self.measured.values() for row in entry.rows]
+        return list(dict.fromkeys(row.collective for row in rows))
+
+    @property
+    def left_out(self) -> list[str]:
+        """A line for each library and collective that could not be measured."""
+        lines = []
+        for name, entry in self.backends.items():
+            title = BACKENDS[name]
+            if isinstance(entry, LibraryTimes):
+                lines += [f"{title}, {kind}: {reason}" for kind, reason in entry.left_out.items()]
+            else:
+                lines.append(f"{title}: {entry.reason}")
+        return lines
+
+    def check(self) -> None:
+        """Check that at least one measurement succeeded.
+
+        Raises:
+            HvdtrainError: no library could be measured.
+        """
+        if not self.collectives:
+            raise HvdtrainError(f"all measurements failed. {'; '.join(self.left_out)}")
 
 
 def missing(name: str) -> str:

@@ -16,7 +16,7 @@ from hvdtrain.commands.study.curves import (
     evaluations,
     median_seconds,
 )
-from hvdtrain.commands.study.engine import curves_of
+from hvdtrain.commands.study.run import curves_of
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output.tables import Column, Table, entry, message, tabulate
 from hvdtrain.system.output.text import duration, number, percent, plural, size

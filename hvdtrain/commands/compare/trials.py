@@ -20,16 +20,9 @@ from hvdtrain.commands.compare.methods import (
     method_words,
     unavailable_reason,
 )
-from hvdtrain.commands.study import records
 from hvdtrain.commands.study.command_options import check_measurable, global_batch
-from hvdtrain.commands.study.engine import (
-    Plan,
-    Planned,
-    RecordedSetting,
-    RunOutcome,
-    Variant,
-    find_share,
-)
+from hvdtrain.commands.study.engine import Plan, Planned, RecordedSetting, Variant, find_share
+from hvdtrain.commands.study.run import RunOutcome, read_records
 from hvdtrain.config.words import value_of
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
@@ -66,7 +59,7 @@ def read_trials(folder: Path) -> list[Trial]:
     Raises:
         UsageError: they cannot be read.
     """
-    return records.read(folder / LINES, Trial, KIND)
+    return read_records(folder / LINES, Trial, KIND)
 
 
 @dataclass(frozen=True)

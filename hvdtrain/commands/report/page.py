@@ -13,10 +13,11 @@ from hvdtrain.commands.compare.trials import Trial
 from hvdtrain.commands.report import curve_plot
 from hvdtrain.commands.report.find import DirectoryResults
 from hvdtrain.commands.scaling import plot, report
+from hvdtrain.commands.scaling.batches import BatchRun
 from hvdtrain.commands.scaling.results import Study, title
 from hvdtrain.commands.scaling.runs import SPLIT
 from hvdtrain.commands.study.curves import TrainingCurves
-from hvdtrain.commands.study.engine import CURVES, SUMMARY, file_path, run_stem
+from hvdtrain.commands.study.run import CURVES, SUMMARY, file_path, run_stem
 from hvdtrain.commands.timeline import report as timeline_report
 from hvdtrain.commands.timeline.facts import TimelineFacts
 from hvdtrain.steps.summary import Summary, unit_of
@@ -78,14 +79,11 @@ def _title(contents: DirectoryResults) -> str:
 def _methods(contents: DirectoryResults) -> dict[Path, str]:
     """Return the labels of the runs of a comparison or of a batch-size study, by their paths."""
     labels = compare_plot.names([trial.method for trial in contents.comparison])
-    named = [
-        (trial.method.name, trial.repeat, label)
-        for trial, label in zip(contents.comparison, labels, strict=True)
-    ]
-    named += [(run.setting.name, run.repeat, run.setting.title) for run in contents.batches]
+    labels += [run.setting.title for run in contents.batches]
+    runs: list[Trial | BatchRun] = [*contents.comparison, *contents.batches]
     return {
-        file_path(run_stem(Path(), name, repeat), suffix): label
-        for name, repeat, label in named
+        file_path(run_stem(Path(), run.variant, run.repeat), suffix): label
+        for run, label in zip(runs, labels, strict=True)
         for suffix in (CURVES, SUMMARY)
     }
 

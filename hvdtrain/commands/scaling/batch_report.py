@@ -21,7 +21,7 @@ from hvdtrain.commands.study.curves import (
     draw_evaluations,
     evaluations,
 )
-from hvdtrain.commands.study.engine import curves_of
+from hvdtrain.commands.study.run import curves_of
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.output import Report, plots
 from hvdtrain.system.output.tables import Column, message, tabulate, write_csv

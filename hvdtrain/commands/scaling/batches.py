@@ -17,20 +17,14 @@ from pathlib import Path
 from typing_extensions import override
 
 from hvdtrain.commands.scaling.sweep import ScalingOptions
-from hvdtrain.commands.study import records
 from hvdtrain.commands.study.command_options import (
     REFUSED,
     batch_sizes,
     check_measurable,
     default_batch,
 )
-from hvdtrain.commands.study.engine import (
-    Plan,
-    RecordedSetting,
-    RunOutcome,
-    Variant,
-    find_share,
-)
+from hvdtrain.commands.study.engine import Plan, RecordedSetting, Variant, find_share
+from hvdtrain.commands.study.run import RunOutcome, read_records
 from hvdtrain.config.words import effective_value, value_of, without_option
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
@@ -84,7 +78,7 @@ class BatchRun:
 
 def read_runs(folder: Path) -> list[BatchRun]:
     """Return the runs in a study's directory; an empty list without results."""
-    return records.read(folder / LINES, BatchRun, KIND)
+    return read_records(folder / LINES, BatchRun, KIND)
 
 
 @dataclass(frozen=True)

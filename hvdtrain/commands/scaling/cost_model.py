@@ -37,7 +37,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from hvdtrain.collectives.cost import ring_hops, ring_volume
-from hvdtrain.commands.study.records import INVALID
+from hvdtrain.commands.study.run import INVALID
 from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, STRATEGIES
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import GradientMessages
@@ -147,14 +147,15 @@ class Fit:
 
     def efficiency(self, ranks: int) -> Forecast:
         """Return the efficiency at ``ranks``, relative to that at ``base``."""
-        middle, *drawn = (self._efficiency(costs, ranks) for costs in (self.costs, *self.samples))
+        share = self.base / ranks if self.strong else 1.0
+
+        def of(costs: Costs) -> float:
+            at_base = costs.step(self.base, self.base, strong=self.strong).total
+            return at_base * share / costs.step(ranks, self.base, strong=self.strong).total
+
+        middle, *drawn = map(of, (self.costs, *self.samples))
         low, high = np.percentile(drawn or [middle], [LOW, HIGH]).tolist()
         return Forecast(middle, min(low, middle), max(high, middle))
-
-    def _efficiency(self, costs: Costs, ranks: int) -> float:
-        at_base = costs.step(self.base, self.base, strong=self.strong).total
-        share = self.base / ranks if self.strong else 1.0
-        return at_base * share / costs.step(ranks, self.base, strong=self.strong).total
 
 
 @dataclass(frozen=True)

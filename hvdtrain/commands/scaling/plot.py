@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from matplotlib import ticker
@@ -18,11 +17,6 @@ HATCHES = ("xxxx", "", "////", "....", "\\\\")  # legible in grey
 SHADE = "#DDDDDD"
 TICKS = 5  # labelled ranks on an axis
 Bounds = tuple[float, float]
-
-
-def draw(study: Study, stem: Path) -> list[Path]:
-    """Write the plot as PDF and PNG; return the files."""
-    return plots.save(make_figure(study), stem)
 
 
 def make_figure(study: Study) -> Any:

@@ -37,8 +37,8 @@ from hvdtrain.commands.scaling.runs import (
 )
 from hvdtrain.commands.scaling.sweep import ScalingOptions
 from hvdtrain.commands.study import curves
-from hvdtrain.commands.study.engine import make_folder
-from hvdtrain.system.output import Report
+from hvdtrain.commands.study.run import make_folder
+from hvdtrain.system.output import Report, plots
 from hvdtrain.system.output.tables import Column, Table, message, paragraph, tabulate
 from hvdtrain.system.output.text import bandwidth, duration, number, plural, size
 
@@ -78,7 +78,10 @@ def report(
     )
     data, sections = study_data(study), [study_text(study)]
     if folder is not None:
-        data["files"] = [str(file) for file in write(study, folder)]
+        make_folder(folder)
+        write_table(folder / TABLE, runs)
+        files = [folder / TABLE, *plots.save(plot.make_figure(study), folder / PLOT)]
+        data["files"] = list(map(str, files))
         if target := options.target:
             evaluated = read_evaluations(runs, folder, target.metric)
             times = curves.target_results(evaluated, folder, target)
@@ -87,17 +90,6 @@ def report(
             data["files"] += map(str, curves.draw_target(times, target, folder))
         sections.append(message("written: " + ", ".join(data["files"])))
     return Report("\n\n".join(sections), data)
-
-
-def write(study: Study, folder: Path) -> list[Path]:
-    """Write table and plots; return the files.
-
-    Raises:
-        UsageError: they cannot be written.
-    """
-    make_folder(folder)
-    write_table(folder / TABLE, study.runs)
-    return [folder / TABLE, *plot.draw(study, folder / PLOT)]
 
 
 def study_data(study: Study) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scipy.special import stdtrit
@@ -260,30 +260,33 @@ def make_study(
         return replace(study, no_fit_reason=reason)
     if reason := _noise_reason(sizes):
         return replace(study, no_fit_reason=reason)
-    points, strong = _steps(sizes, _images(runs, scaling)), scaling == STRONG
-    fitted = fit(points, strong=strong, reductions=reductions, traffic=study.traffic)
-    return _predict(replace(study, fit=fitted), fitted, ranks)
-
-
-def _predict(study: Study, fitted: Fit, ranks: Sequence[int]) -> Study:
-    """Return ``study`` with the predictions for ``ranks`` beyond the largest measured size."""
+    strong = scaling == STRONG
+    fitted = fit(_steps(study, sizes), strong=strong, reductions=reductions, traffic=study.traffic)
     larger = [number for number in ranks or RANKS if number > study.sizes[-1].ranks]
-    if study.scaling == STRONG and (batch := study.runs[0].batch):
+    if strong and (batch := runs[0].batch):
         larger = [number for number in larger if number <= batch]  # each rank needs a sample
     return replace(
         study,
+        fit=fitted,
         not_predicted=tuple(sorted({*ranks} - {*larger})),
         predictions=tuple(predict(fitted, number) for number in larger),
     )
 
 
-def _steps(sizes: Sequence[RankResult], images: Callable[[int], float]) -> list[Step]:
-    """Return the points of the fit, with their communication if known."""
+def _steps(study: Study, sizes: Sequence[RankResult]) -> list[Step]:
+    """Return the points of the fit, with their communication if known.
+
+    An unknown batch counts as one image per rank (strong: at the smallest size), so seconds are
+    per image.
+    """
+    first, strong = study.runs[0], study.scaling == STRONG
+    total = first.batch or (study.sizes[0].ranks if strong else first.ranks)
     relative = errors({size.ranks: size.rate for size in sizes})
     exposed_errors = errors({s.ranks: s.communication for s in sizes if s.communication})
     steps = []
     for size in sizes:
-        step = Step(size.ranks, images(size.ranks) / size.rate.mean, relative[size.ranks])
+        images = total if strong else total / first.ranks * size.ranks
+        step = Step(size.ranks, images / size.rate.mean, relative[size.ranks])
         if size.seconds and (part := size.split.get("communication")) is not None:
             exposed = part / size.seconds * step.seconds
             error = exposed_errors.get(size.ranks, UNKNOWN_ERROR)
@@ -291,17 +294,6 @@ def _steps(sizes: Sequence[RankResult], images: Callable[[int], float]) -> list[
                 step = replace(step, exposed=exposed, exposed_error=error)
         steps.append(step)
     return steps
-
-
-def _images(runs: Sequence[MeasuredRun], scaling: str) -> Callable[[int], float]:
-    """Return a function for the images per step by number of ranks.
-
-    An unknown batch counts as one image per rank (strong: at the smallest size), so seconds are
-    per image.
-    """
-    first, base = runs[0], min(run.ranks for run in runs)
-    total = first.batch or (base if scaling == STRONG else first.ranks)
-    return lambda ranks: total if scaling == STRONG else total / first.ranks * ranks
 
 
 def _noise_reason(sizes: Sequence[RankResult]) -> str:

@@ -19,9 +19,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.study import records
 from hvdtrain.commands.study.curves import Evaluation, evaluations
-from hvdtrain.commands.study.engine import curves_of
+from hvdtrain.commands.study.run import curves_of, read_records
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Stopped, Summary
 from hvdtrain.system.files import read_regular
@@ -100,7 +99,7 @@ class MeasuredRun:
 
 def read_lines(path: Path) -> list[MeasuredRun]:
     """Return the runs in a JSON Lines file; see ``records.read``."""
-    return records.read(path, MeasuredRun, "sweep")
+    return read_records(path, MeasuredRun, "sweep")
 
 
 def write_table(path: Path, runs: Sequence[MeasuredRun]) -> None:

@@ -35,19 +35,16 @@ from hvdtrain.commands.study.command_options import (
     global_batch,
 )
 from hvdtrain.commands.study.engine import (
-    LOG,
     REPEATS,
     RESULTS,
     Plan,
     Planned,
     RecordedSetting,
-    RunOutcome,
     StudyOptions,
     Variant,
-    file_path,
     find_share,
-    run_stem,
 )
+from hvdtrain.commands.study.run import LOG, RunOutcome, file_path, run_stem
 from hvdtrain.commands.submit.job import Job
 from hvdtrain.commands.submit.site import load_site
 from hvdtrain.commands.submit.submission import submit

@@ -6,11 +6,9 @@ variants alternate, so that a slow period affects all of them. The records are t
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,40 +26,35 @@ from hvdtrain.commands.launch.prepare import (
     prepare,
     with_host_cores,
 )
-from hvdtrain.commands.study import records
 from hvdtrain.commands.study.command_options import difference
-from hvdtrain.commands.study.curves import Target, TrainingCurves, read_curves, read_target
+from hvdtrain.commands.study.curves import Target, read_target
+from hvdtrain.commands.study.run import (
+    CURVES,
+    SUMMARY,
+    RunOutcome,
+    append_record,
+    file_path,
+    make_folder,
+    measure,
+    read_records,
+    run_stem,
+)
 from hvdtrain.config.declare import command, json_switch, optional, switch
 from hvdtrain.config.values import above_zero, positive
-from hvdtrain.errors import EXIT_USAGE, UsageError
-from hvdtrain.steps.summary import Summary
-from hvdtrain.system.folder import Folder
+from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import physical_cores, processor
 from hvdtrain.system.machine.threads import equal_threads
 from hvdtrain.system.output import Report
-from hvdtrain.system.output.text import about, duration, number, plural, printable
-from hvdtrain.system.runtime import terminal
-from hvdtrain.system.runtime.command import (
-    TIMED_OUT,
-    Command,
-    CommandResult,
-    run,
-    termination_as_interrupt,
-)
+from hvdtrain.system.output.text import about, duration, number, plural
+from hvdtrain.system.runtime.command import Command, termination_as_interrupt
 
 log = logging.getLogger(__name__)
 
 Run = TypeVar("Run", bound=Any)  # a record of a study
-SUMMARY, CURVES, LOG = ".json", ".jsonl", ".log"  # suffixes of the files of a run
 REPEATS = 3  # default
-SHOWN = 12  # last lines of a failed run's output
 RESULTS = "directory for results and plots"
 TARGET = "metric to reach, e.g. accuracy=0.985: report the time to it"
-MESSAGE = re.compile(r"^hvdtrain: (?:rank \d+ on [^:]*: )?(?:error: )?(.+)$", re.MULTILINE)
-NO_MEMORY = re.compile(
-    r"out of memory(?!\?)|OutOfMemoryError|ResourceExhausted|can't allocate memory|std::bad_alloc"
-)
 
 
 @dataclass(frozen=True)
@@ -105,16 +98,6 @@ class Variant:
 
 
 Planned = tuple[Variant, int]  # a variant, and the number of its repeat from 1
-
-
-@dataclass(frozen=True)
-class RunOutcome:
-    """The result of a run: a summary with a throughput, or the reason for its absence."""
-
-    summary: Summary | None = None
-    reason: str = ""
-    failed: bool = False  # if not, the variant is merely unavailable
-    invalid: bool = False  # the program rejected the command
 
 
 @dataclass(frozen=True)
@@ -175,7 +158,7 @@ class Plan(ABC, Generic[Run]):
 
     def read(self) -> list[Run]:
         """Return the records; an empty list without results."""
-        return records.read(self.options.folder / self.file_name, self.record_type, self.kind)
+        return read_records(self.options.folder / self.file_name, self.record_type, self.kind)
 
     def runs(self) -> list[Planned]:
         """Return all runs in order: each variant once, then again."""
@@ -283,106 +266,7 @@ class Plan(ABC, Generic[Run]):
     def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
         """Append a run to the records; errors as of ``new_record``."""
         run = self.new_record(variant, repeat, outcome)
-        records.append(self.options.folder / self.file_name, run)
-
-
-def run_stem(folder: Path, name: str, repeat: int) -> Path:
-    """Return the path of a run's files, without their suffixes."""
-    return folder / "runs" / f"{name}-{repeat}"
-
-
-def file_path(stem: Path, suffix: str) -> Path:
-    """Return the path of a file of a run: ``stem`` with a suffix."""
-    return stem.with_name(stem.name + suffix)
-
-
-def curves_of(folder: Path, run: Any) -> TrainingCurves | None:
-    """Return the training curves of a recorded run; None if no readable file has them."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_curves(file_path(run_stem(folder, run.variant, run.repeat), CURVES))
-    return None
-
-
-def make_folder(folder: Path) -> None:
-    """Create the directory of ``--out``.
-
-    Raises:
-        UsageError: it cannot be created.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}") from error
-
-
-def measure(command: Command, stem: Path, timeout: float | None, label: str) -> RunOutcome:
-    """Run ``command`` to its end, and keep its output in the directory of its files.
-
-    Args:
-        command: the command, with the options for its files.
-        stem: path of its files, without their suffixes.
-        timeout: time limit in seconds.
-        label: name of the run in the status line, which also shows the last line of output.
-
-    Raises:
-        UsageError: the folder cannot be created, or is not this user's.
-    """
-    make_folder(stem.parent)
-    folder = Folder.named(stem.parent.parent).own(stem.parent.name, "--out: ")
-    for suffix in (SUMMARY, CURVES, LOG):  # of an interrupted run
-        folder.remove(file_path(stem, suffix).name)
-
-    def show(line: str) -> None:
-        if line[:1].isalnum():  # not the frame of a table
-            terminal.status(f"{label}: {printable(line)}")
-
-    with terminal.working(f"{label}: starting"):
-        result = run(command, on_line=show, timeout=timeout)
-    text = f"{result.command.show()}\n{result.output}"
-    folder.replace(file_path(stem, LOG).name, text.encode(errors="replace"))
-    if result.ok:
-        return _measured(file_path(stem, SUMMARY))
-    outcome = classify_failure(result)
-    # Other programs than hvdtrain's give the reason for exit code 2 in their last lines.
-    if outcome.failed or (outcome.invalid and not MESSAGE.search(result.output)):
-        for line in result.output.splitlines()[-SHOWN:]:
-            log.info("  %s", line)
-    if not outcome.failed:
-        return outcome
-    return replace(outcome, reason=f"{outcome.reason}; see its output in {file_path(stem, LOG)}")
-
-
-def _measured(path: Path) -> RunOutcome:
-    """Return the outcome of a run that ended well."""
-    try:
-        summary = Summary.read(path, needed=["images_per_second_mean"])
-        rate = summary.images_per_second_mean or 0.0
-        if 0 < rate < float("inf"):
-            return RunOutcome(summary)
-        reason = f"{rate} images/s"
-    except UsageError as error:
-        reason = str(error)
-    return RunOutcome(
-        reason=f"wrote no throughput to {path} ({reason}): the command must accept --summary FILE "
-        "like hvdtrain's trainers, and run at least one step",
-        failed=True,
-    )
-
-
-def classify_failure(result: CommandResult) -> RunOutcome:
-    """Return the outcome of an unsuccessful run: it failed, or its variant is just unavailable."""
-    if NO_MEMORY.search(result.output):
-        return RunOutcome(
-            reason="a pass does not fit in memory: use more --accumulate-steps in the command, or "
-            "with --batches a smaller --batch-size"
-        )
-    messages = MESSAGE.findall(result.output)
-    timed_out = result.exit_code == TIMED_OUT
-    reason = "timed out" if timed_out else f"exit code {result.exit_code}"
-    invalid = result.exit_code == EXIT_USAGE
-    return RunOutcome(
-        reason=messages[-1].strip() if messages else reason, failed=not invalid, invalid=invalid
-    )
+        append_record(self.options.folder / self.file_name, run)
 
 
 def time_left(durations: Mapping[str, float], remaining: Sequence[str]) -> str:

@@ -135,7 +135,7 @@ def collectives() -> str:
         for one in lesson.COLLECTIVES
         for before in [[one.before(rank, size) for rank in range(size)]]
     ]
-    return f"{lesson.text(outcomes)}\n\n{program.time_text(test_program.TIMES)}"
+    return f"{lesson.text(outcomes)}\n\n{program.time_output(test_program.TIMES).text}"
 
 
 def trained() -> str:

@@ -34,6 +34,7 @@ from hvdtrain.commands.launch.prepare import (
     with_host_cores,
 )
 from hvdtrain.config.strategies import DEFAULT, STRATEGIES
+from hvdtrain.config.words import effective_value
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.machine.limits import physical_cores
 from hvdtrain.system.machine.network import is_this_host, local_names

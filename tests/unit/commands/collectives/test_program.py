@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.commands.collectives.program import (
-    check_measured,
-    left_out,
-    time_figure,
-    time_tables,
-    time_text,
-)
+from hvdtrain.commands.collectives.program import time_figure, time_output, time_tables
 from hvdtrain.commands.collectives.timing import (
     JobTimes,
     LibraryFailure,
@@ -61,11 +55,11 @@ def test_a_table_per_collective_with_ratios_and_fits() -> None:
 
 def test_failed_measurements_are_reported_with_their_reason() -> None:
     lines = ["torch.distributed, Gloo, scatter: it has none", "torch.distributed, NCCL: no GPU"]
-    assert left_out(TIMES) == lines
-    assert time_text(TIMES).splitlines()[-2:] == lines
-    check_measured(TIMES)
+    assert TIMES.left_out == lines
+    assert time_output(TIMES).text.splitlines()[-2:] == lines
+    TIMES.check()
     with pytest.raises(HvdtrainError, match="NCCL: no GPU"):
-        check_measured(JobTimes(4, 1, {"nccl": NCCL}))
+        JobTimes(4, 1, {"nccl": NCCL}).check()
 
 
 def test_the_plot_has_a_panel_per_collective_and_a_series_per_library() -> None:

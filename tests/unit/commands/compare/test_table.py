@@ -25,8 +25,7 @@ from hvdtrain.commands.compare.table import (
 )
 from hvdtrain.commands.compare.trials import LINES, Trial
 from hvdtrain.commands.compare.verb import report
-from hvdtrain.commands.study import records
-from hvdtrain.commands.study.engine import run_stem
+from hvdtrain.commands.study.run import encode_record, run_stem
 from hvdtrain.errors import UsageError
 from tests.studies import (
     DDP,
@@ -50,7 +49,7 @@ THREE = [
 
 def write(folder: Path, trials: list[Trial]) -> None:
     """Write the files of ``compare``, with a loss of 1 / step, and twice that for ddp."""
-    lines = [json.dumps(records.encode(record)) + "\n" for record in trials]
+    lines = [json.dumps(encode_record(record)) + "\n" for record in trials]
     (folder / LINES).write_text("".join(lines))
     (folder / "runs").mkdir()
     for record in trials:

@@ -11,8 +11,8 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.compare.methods import CompareOptions
 from hvdtrain.commands.compare.trials import LINES, Comparison, read_trials
-from hvdtrain.commands.study.engine import HostShare, RunOutcome
-from hvdtrain.commands.study.records import append
+from hvdtrain.commands.study.engine import HostShare
+from hvdtrain.commands.study.run import RunOutcome, append_record
 from hvdtrain.errors import UsageError
 from tests.studies import DDP, SINGLE, WORDS, trial, unavailable_trial
 
@@ -28,7 +28,7 @@ def missing(plan: Comparison) -> list[tuple[str, int]]:
 
 def test_complete_runs_are_not_repeated(tmp_path: Path) -> None:
     for record in (trial(SINGLE), unavailable_trial(DDP, "no MPI"), trial(SINGLE, 2)):
-        append(tmp_path / LINES, record)
+        append_record(tmp_path / LINES, record)
     assert read_trials(tmp_path)[0] == trial(SINGLE)
     # MPI may be available now.
     assert missing(comparison(tmp_path)) == [(DDP.name, 1), (DDP.name, 2)]
@@ -48,7 +48,7 @@ def test_methods_of_the_same_files_are_rejected(tmp_path: Path) -> None:
     plan = comparison(tmp_path)
     with pytest.raises(UsageError, match="'ddp --lr 1': the names of its files are those of"):
         replace(plan, methods=(SINGLE, first, second)).missing()
-    append(tmp_path / LINES, trial(first))
+    append_record(tmp_path / LINES, trial(first))
     with pytest.raises(UsageError, match=r"'ddp --lr=1': .* 'ddp --lr 1'; .* or use another --out"):
         replace(plan, methods=(second,)).missing()
     assert missing(replace(plan, methods=(first,))) == [(first.name, 2)]

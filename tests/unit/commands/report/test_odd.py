@@ -17,7 +17,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
-from hvdtrain.commands.study import records
+from hvdtrain.commands.study.run import encode_record
 from hvdtrain.system.files import MAX_READ
 from tests.conftest import run
 from tests.studies import DDP, WORDS, summary, trial
@@ -69,7 +69,7 @@ def sweep_line(**changed: Any) -> str:
 
 def trial_line(**changed: Any) -> str:
     """Return a line of a comparison; ``changed``: its keys."""
-    return json.dumps({**records.encode(trial(DDP)), **changed})
+    return json.dumps({**encode_record(trial(DDP)), **changed})
 
 
 RECORDS = [  # the second of three lines

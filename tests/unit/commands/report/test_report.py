@@ -17,7 +17,7 @@ from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
 from hvdtrain.commands.scaling.batches import LINES as BATCHES
 from hvdtrain.commands.scaling.batches import BatchRun, BatchSetting
-from hvdtrain.commands.study.records import append
+from hvdtrain.commands.study.run import append_record
 from hvdtrain.steps.summary import Summary
 from tests.html import Page
 from tests.studies import TUTORIAL, WORDS, run, summary
@@ -99,7 +99,7 @@ def test_a_page_needs_no_network_and_its_text_is_escaped(tmp_path: Path) -> None
 
 def test_a_study(tmp_path: Path) -> None:
     for record in (run(1, rate=100), run(2, rate=180), run(2, 2, rate=190), run(4, rate=350)):
-        append(tmp_path / "results.jsonl", record)
+        append_record(tmp_path / "results.jsonl", record)
     page = render(look(tmp_path))
     for word in ("Scaling study", "92.5 %", "Parts of a step", "Predicted efficiency"):
         assert word in page, word
@@ -174,7 +174,7 @@ def test_the_runs_of_a_batch_size_study_are_named_by_their_batch(tmp_path: Path)
         setting = BatchSetting("", batch)
         content = summary(1, steps_completed=7)
         study_run = BatchRun(setting, 1, 1, 16, WORDS, summary=Summary.from_json(content))
-        append(tmp_path / BATCHES, study_run)
+        append_record(tmp_path / BATCHES, study_run)
         (tmp_path / "runs" / f"{batch}-1.json").write_text(json.dumps(content))
     page = render(look(tmp_path))
     assert "global batch 16" in page and "global batch 64" in page
@@ -266,7 +266,7 @@ def test_invalid_and_unknown_files_are_left_out(
 def test_runs_that_are_not_comparable_are_not_a_study(tmp_path: Path) -> None:
     write_run(tmp_path)
     for record in (run(1), run(2, model="small")):
-        append(tmp_path / "results.jsonl", record)
+        append_record(tmp_path / "results.jsonl", record)
     contents = look(tmp_path)
     assert contents.study is None
     assert any("the model is not the same" in note for note in contents.notes)

@@ -16,7 +16,7 @@ from hvdtrain.commands.scaling.batches import LINES, BatchRun, BatchSetting, mak
 from hvdtrain.commands.scaling.sweep import ScalingOptions
 from hvdtrain.commands.study import engine
 from hvdtrain.commands.study.curves import Target
-from hvdtrain.commands.study.engine import RunOutcome
+from hvdtrain.commands.study.run import RunOutcome
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import plots

@@ -16,7 +16,7 @@ from hvdtrain.commands.scaling.report import fit_text, report, study_text
 from hvdtrain.commands.scaling.results import WIDEST, Study, make_study, summarize
 from hvdtrain.commands.scaling.runs import LINES, MeasuredRun
 from hvdtrain.commands.scaling.sweep import ScalingOptions
-from hvdtrain.commands.study.records import append
+from hvdtrain.commands.study.run import append_record
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import plots
 from tests.studies import TUTORIAL, run
@@ -281,7 +281,7 @@ def test_no_legend_covers_a_curve(sizes: int) -> None:
 def evaluated(tmp_path: Path) -> Path:
     (tmp_path / "runs").mkdir()
     for (ranks, repeat), curve in CURVES.items():
-        append(tmp_path / LINES, run(ranks, repeat, rate=100.0 * ranks, step_split=None))
+        append_record(tmp_path / LINES, run(ranks, repeat, rate=100.0 * ranks, step_split=None))
         with (tmp_path / "runs" / f"{ranks}-{repeat}.jsonl").open("w") as file:
             for epoch, (seconds, accuracy) in enumerate(curve):
                 record = {"kind": "epoch", "step": epoch, "epoch": epoch}

@@ -23,7 +23,7 @@ from hvdtrain.commands.scaling.runs import (
 )
 from hvdtrain.commands.scaling.sweep import ScalingOptions, Sweep
 from hvdtrain.commands.study.engine import HostShare, Planned
-from hvdtrain.commands.study.records import append
+from hvdtrain.commands.study.run import append_record
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import MAX_READ
 from tests.studies import WORDS, run
@@ -140,7 +140,7 @@ def test_a_different_run_does_not_continue_a_sweep(
     changed: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     first = {"command": WORDS, "machine": "a", "threads": 4, "ranks_per_host": 2}
-    append(tmp_path / "results.jsonl", run(1, **first))
+    append_record(tmp_path / "results.jsonl", run(1, **first))
 
     def missing(**fields: Any) -> list[Planned]:
         new = {"scaling": "weak", **first, **fields}
@@ -162,24 +162,24 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     file, runs = tmp_path / "results.jsonl", [run(1), run(2, machine="2 cores per host"), run(2, 2)]
     assert read_lines(file) == []
     for record in runs:
-        append(file, replace(record, ranks_per_host=2))
+        append_record(file, replace(record, ranks_per_host=2))
     assert json.loads(file.read_text().splitlines()[0])["ranks_per_host"] == 2
     assert [replace(record, ranks_per_host=None) for record in read_lines(file)] == runs
     file.write_text(file.read_text().removesuffix("\n"))  # as an editor or a full disk leaves it
-    append(file, run(4))
+    append_record(file, run(4))
     assert [record.name for record in read_lines(file)] == ["1-1", "2-1", "2-2", "4-1"]
 
 
 @given(cut=st.integers(1, 400))
 def test_an_incomplete_line_is_replaced(cut: int, tmp_path_factory: Any) -> None:
     file = tmp_path_factory.mktemp("cut") / "results.jsonl"
-    append(file, run(1))
+    append_record(file, run(1))
     first = file.read_bytes()
-    append(file, run(2))
+    append_record(file, run(2))
     second = len(file.read_bytes()) - len(first)
     file.write_bytes(file.read_bytes()[: len(first) + min(cut, second - 1)])
     assert read_lines(file) == [run(1)]
-    append(file, run(4))
+    append_record(file, run(4))
     assert read_lines(file) == [run(1), run(4)]
 
 
@@ -187,7 +187,7 @@ def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").touch()
     (tmp_path / "results.jsonl").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match=r"results\.jsonl cannot be written .*: remove it"):
-        append(tmp_path / "results.jsonl", run(1))
+        append_record(tmp_path / "results.jsonl", run(1))
     assert not (tmp_path / "elsewhere").read_bytes()
 
 

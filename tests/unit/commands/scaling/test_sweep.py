@@ -12,8 +12,8 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.commands.scaling.sweep import ScalingOptions, Sweep, sizes, submit_sizes, sweep_words
-from hvdtrain.commands.study.engine import HostShare, RunOutcome
-from hvdtrain.commands.study.records import append
+from hvdtrain.commands.study.engine import HostShare
+from hvdtrain.commands.study.run import RunOutcome, append_record
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.machine.limits import physical_cores
 from tests.studies import WORDS, run
@@ -247,7 +247,7 @@ def test_no_job_is_submitted_for_a_complete_size(
 ) -> None:
     for repeat in (1, 2, 3):
         (tmp_path / "scaling/ranks-4").mkdir(parents=True, exist_ok=True)
-        append(tmp_path / "scaling/ranks-4/results.jsonl", run(4, repeat))
+        append_record(tmp_path / "scaling/ranks-4/results.jsonl", run(4, repeat))
     jobs = scripts("--walltime 1:00:00 --scheduler pbs")
     assert [job["ranks"] for job in jobs] == [1, 8]
     words = ("--ranks", "4", "--submit", "--walltime 1:00:00 --scheduler pbs")

@@ -21,15 +21,13 @@ from hvdtrain.commands.study.engine import (
     HostShare,
     Plan,
     RecordedSetting,
-    RunOutcome,
     StudyOptions,
     Variant,
-    classify_failure,
     find_share,
     fullest_host,
-    measure,
     time_left,
 )
+from hvdtrain.commands.study.run import RunOutcome, classify_failure, measure
 from hvdtrain.config.words import effective_value, value_of, without_option
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
@@ -183,7 +181,7 @@ def test_a_run_needs_a_throughput(
             stem.with_name("a-1.json").write_text(json.dumps(summary))
         return CommandResult(command, 0, "the output")
 
-    monkeypatch.setattr(engine, "run", execute)
+    monkeypatch.setattr("hvdtrain.commands.study.run.run", execute)
     outcome = measure(Command(("mpirun", "-n", "1")), stem, None, "a")
     assert stem.with_name("a-1.log").read_text() == "mpirun -n 1\nthe output"
     assert outcome.failed is bool(message)
@@ -218,7 +216,9 @@ def test_the_output_of_a_failed_run_is_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(engine, "run", lambda command, **_: CommandResult(command, code, output))
+    monkeypatch.setattr(
+        "hvdtrain.commands.study.run.run", lambda command, **_: CommandResult(command, code, output)
+    )
     measure(Command(("mpirun",)), tmp_path / "runs" / "a-1", None, "a")
     assert (output in caplog.text) is shown
 
