@@ -56,9 +56,8 @@ def task(options: ImageOptions, train: Dataset, test: Dataset | None, classes: i
     """Return a ResNet as a task."""
     torch.manual_seed(options.seed)
     model = torchvision().models.get_model(options.model, weights=None, num_classes=classes)
-    if isinstance(train, Synthetic):
-        return TorchTask(model, options, train, test, channels_last=True)
-    return TorchTask(model, options, train, test, scale=normalization(), channels_last=True)
+    scale = None if isinstance(train, Synthetic) else normalization()
+    return TorchTask(model, options, train, test, scale, channels_last=True)
 
 
 def normalization() -> tuple[torch.Tensor, torch.Tensor]:

@@ -75,10 +75,9 @@ def task(options: ImageOptions, train: Dataset, test: Dataset | None, classes: i
     """Return a ResNet as a task."""
     keras.utils.set_random_seed(options.seed)
     model = network(options.model, classes, options.image_size, weight_dtype(options))
-    if isinstance(train, Synthetic):
-        return TFTask(model, options, train, test)
-    scale = 1 / (255 * np.array(DEVIATION)), -np.array(MEAN) / np.array(DEVIATION)
-    return TFTask(model, options, train, test, scale=scale)
+    deviation = np.array(DEVIATION)
+    scale = 1 / (255 * deviation), -np.array(MEAN) / deviation
+    return TFTask(model, options, train, test, None if isinstance(train, Synthetic) else scale)
 
 
 # Blocks of each stage, and whether they are bottlenecks.
