@@ -71,7 +71,7 @@ def report_text(
     shown = figures(rows, unit)
     parts = [message(head)]
     if shown.rows:
-        meanings = [entry("  ", f"{name}: {text}") for name, text in notes(shown.header)]
+        meanings = [entry("  ", f"{name}: {text}") for name, text in shown.meanings]
         parts += [shown.body, "\n".join(meanings)]
     parts.append("\n".join(map(message, unavailable(rows))))
     parts.append(message("written: " + ", ".join(map(str, files))))
@@ -271,11 +271,6 @@ def figures(rows: Sequence[MethodResult], unit: str = "images") -> Table:
         *COLUMNS[0 if any(row.repeats > 1 for row in available) else 1 :],
     ]
     return tabulate(columns, available, names=1 + len(kinds), known=True)
-
-
-def notes(header: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the meanings of the columns of a table."""
-    return [(column.title, column.help) for column in COLUMNS if column.title in header]
 
 
 def unavailable(rows: Sequence[MethodResult]) -> list[str]:

@@ -21,7 +21,7 @@ from hvdtrain.commands.compare.methods import (
     unavailable_reason,
 )
 from hvdtrain.commands.study.command_options import check_measurable, global_batch
-from hvdtrain.commands.study.engine import Plan, Planned, RecordedSetting, Variant, find_share
+from hvdtrain.commands.study.engine import Plan, Planned, Variant, find_share
 from hvdtrain.commands.study.run import RunOutcome, read_records
 from hvdtrain.config.words import value_of
 from hvdtrain.errors import UsageError
@@ -70,6 +70,11 @@ class Comparison(Plan[Trial]):
     batch: int  # global: samples per update, in every row
 
     file_name, record_type, kind = LINES, Trial, KIND
+    same = (
+        ("batch", "global batch"),
+        ("machine", "machine"),
+        ("threads", "number of threads per rank"),
+    )
 
     @property
     @override
@@ -81,7 +86,9 @@ class Comparison(Plan[Trial]):
         bind = not method.uses_all_devices
         request = self.share.request(self.options, method.ranks, words, bind=bind)
         title = f"{full_label(method)}, {plural(method.ranks, 'rank')}"
-        return Variant(method.name, title, request, method, unavailable_reason(method))
+        machine, threads = self.share.machine, self.share.threads
+        record = Trial(method, 0, self.words, self.batch, machine, threads)
+        return Variant(method.name, title, request, record, unavailable_reason(method))
 
     @override
     def missing(self) -> list[Planned]:
@@ -104,33 +111,13 @@ class Comparison(Plan[Trial]):
         super().carry_out(missing)
 
     @override
-    def settings(self, run: Trial) -> list[RecordedSetting]:
-        return [
-            RecordedSetting("global batch", run.batch, self.batch),
-            RecordedSetting("machine", run.machine, self.share.machine),
-            RecordedSetting("number of threads per rank", run.threads, self.share.threads),
-        ]
-
-    @override
-    def new_record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> Trial:
-        method = variant.subject
-        if outcome.invalid and method.is_baseline and method.precision == AUTO:
+    def check(self, variant: Variant, run: Trial, outcome: RunOutcome) -> None:
+        if outcome.invalid and run.method.is_baseline and run.method.precision == AUTO:
             raise UsageError(
                 f"the command cannot be run, even in a single process: {outcome.reason}. Put "
                 "options of single strategies after their names, e.g. --strategies 'horovod "
                 "--compression fp16'"
             )
-        return Trial(
-            method,
-            repeat,
-            self.words,
-            self.batch,
-            self.share.machine,
-            self.share.threads,
-            outcome.summary,
-            outcome.reason,
-            outcome.failed,
-        )
 
 
 def make_comparison(options: CompareOptions, words: Sequence[str]) -> Comparison:

@@ -236,7 +236,6 @@ def _comparison(trials: Sequence[Trial], folder: Path) -> dict[str, object]:
         "title": compare_table.headline(trials),
         "plots": _inlined(compare_plot.panel_figures(rows, unit)),
         "table": shown if shown.rows else None,
-        "meanings": compare_table.notes(shown.header),
         "unavailable": compare_table.unavailable(rows),
     }
 

@@ -146,12 +146,7 @@ def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting]
             "this metric"
         )
     files = [folder / f"{STEM}.csv"]
-    cells = [
-        [result.optimizer, result.batch, result.updates, seed, value]
-        for result in results
-        for seed, value in zip(result.seeds, result.values, strict=True)
-    ]
-    write_csv(files[0], ["optimizer", "batch", "updates", "run", "value"], cells, "--out")
+    _write(files[0], results)
     files += draw(results, curves, folder, target)
     best = largest(results)
     head = f"{target.metric} at the end of the training, median over the seeds (lowest to highest):"
@@ -196,6 +191,15 @@ def _table(results: Sequence[BatchResult], target: Target) -> str:
         if result.reason
     ]
     return "\n".join([tabulate(columns, results).body, *failures])
+
+
+def _write(path: Path, results: Sequence[BatchResult]) -> None:
+    cells = [
+        [result.optimizer, result.batch, result.updates, seed, value]
+        for result in results
+        for seed, value in zip(result.seeds, result.values, strict=True)
+    ]
+    write_csv(path, ["optimizer", "batch", "updates", "run", "value"], cells, "--out")
 
 
 def draw(

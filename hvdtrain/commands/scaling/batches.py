@@ -23,7 +23,7 @@ from hvdtrain.commands.study.command_options import (
     check_measurable,
     default_batch,
 )
-from hvdtrain.commands.study.engine import Plan, RecordedSetting, Variant, find_share
+from hvdtrain.commands.study.engine import Plan, Variant, find_share
 from hvdtrain.commands.study.run import RunOutcome, read_records
 from hvdtrain.config.words import effective_value, value_of, without_option
 from hvdtrain.errors import UsageError
@@ -88,6 +88,7 @@ class BatchStudy(Plan[BatchRun]):
     batch: int  # of a rank and pass, at most
 
     file_name, record_type, kind = LINES, BatchRun, KIND
+    same = (("ranks", "number of ranks"), ("batch", "batch per pass"))
     independent = True
 
     @property
@@ -114,7 +115,8 @@ class BatchStudy(Plan[BatchRun]):
         if setting.optimizer:
             words += ["--optimizer", *shlex.split(setting.optimizer)]
         request = self.share.request(self.options, self.ranks, words)
-        return Variant(setting.name, setting.title, request, setting)
+        record = BatchRun(setting, 0, self.ranks, self.batch, self.words, self.share.machine)
+        return Variant(setting.name, setting.title, request, record)
 
     @property
     @override
@@ -126,38 +128,17 @@ class BatchStudy(Plan[BatchRun]):
         return ("--seed", str(repeat))
 
     @override
-    def settings(self, run: BatchRun) -> list[RecordedSetting]:
-        return [
-            RecordedSetting("number of ranks", run.ranks, self.ranks),
-            RecordedSetting("batch per pass", run.batch, self.batch),
-        ]
-
-    @override
-    def new_record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> BatchRun:
-        """Return the record of a run, or of its failure, e.g. a loss that is not finite.
-
-        Raises:
-            UsageError: the command is invalid, or an epoch is smaller than the batch.
-        """
+    def check(self, variant: Variant, run: BatchRun, outcome: RunOutcome) -> None:
+        """Reject an invalid command, or an epoch that is smaller than the batch."""
         if outcome.invalid:
             raise UsageError(f"{variant.title}: {outcome.reason}")
-        setting, summary = variant.subject, outcome.summary or Summary()
+        batch, summary = run.setting.batch, outcome.summary or Summary()
         updates, samples = summary.steps_completed or 0, summary.samples_trained or 0
-        if updates == summary.epochs_completed and samples < updates * setting.batch:
+        if updates == summary.epochs_completed and samples < updates * batch:
             raise UsageError(
-                f"--batches {setting.batch}: more than the {samples // updates:,} samples of an "
-                "epoch; remove this batch"
+                f"--batches {batch}: more than the {samples // updates:,} samples of an epoch; "
+                "remove this batch"
             )
-        return BatchRun(
-            setting=setting,
-            repeat=repeat,
-            ranks=self.ranks,
-            batch=self.batch,
-            command=self.words,
-            machine=self.share.machine,
-            summary=outcome.summary,
-            reason=outcome.reason,
-        )
 
 
 def make_study(options: ScalingOptions, words: Sequence[str]) -> BatchStudy:

@@ -70,6 +70,12 @@ class MeasuredRun:
         return f"{self.ranks}-{self.repeat}"
 
     @property
+    def share(self) -> str:
+        """The share of a host that each rank had, in words."""
+        ranks = self.ranks_per_host
+        return f"1 of {ranks} ranks" if ranks else "the whole host for each rank"
+
+    @property
     def per_host(self) -> int:
         """Ranks on the fullest host; all of them if the number of hosts is unknown."""
         return math.ceil(self.ranks / (self.summary.hosts or 1))

@@ -39,7 +39,6 @@ from hvdtrain.commands.study.engine import (
     RESULTS,
     Plan,
     Planned,
-    RecordedSetting,
     StudyOptions,
     Variant,
     find_share,
@@ -52,6 +51,7 @@ from hvdtrain.config.declare import add_options, from_namespace, option, optiona
 from hvdtrain.config.values import counts, positive
 from hvdtrain.config.words import without_option
 from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.text import plural
 
@@ -168,6 +168,12 @@ class Sweep(Plan[MeasuredRun]):
 
     file_name, record_type, kind = LINES, MeasuredRun, "sweep"
     reverses = True
+    same = (
+        ("scaling", "scaling"),
+        ("machine", "machine"),
+        ("share", "share of a host"),
+        ("threads", "threads per rank"),
+    )
 
     @property
     @override
@@ -177,6 +183,17 @@ class Sweep(Plan[MeasuredRun]):
                 str(ranks),
                 plural(ranks, "rank"),
                 self.share.request(self.options, ranks, self.words),
+                MeasuredRun(
+                    ranks,
+                    0,
+                    Summary(),
+                    scaling=self.options.scaling,
+                    command=self.words,
+                    machine=self.share.machine,
+                    cores=self.share.cores,
+                    threads=self.share.threads,
+                    ranks_per_host=self.share.ranks_per_host,
+                ),
             )
             for ranks in self.options.ranks
         ]
@@ -188,47 +205,26 @@ class Sweep(Plan[MeasuredRun]):
         return missing
 
     @override
-    def settings(self, run: MeasuredRun) -> list[RecordedSetting]:
-        old, now = run.ranks_per_host, self.share.ranks_per_host
-        ppn = ""
-        if old and now:
-            later = f"; with --ppn {now} from the start, more ranks can be added later"
-            ppn = f", or --ppn {old}" if now < old else later
-        threads = f", or --threads {run.threads}" if run.threads else ""
-        return [
-            RecordedSetting("scaling", run.scaling, self.options.scaling),
-            RecordedSetting("machine", run.machine, self.share.machine),
-            RecordedSetting("share of a host", _share(old), _share(now), ppn),
-            RecordedSetting("threads per rank", run.threads, self.share.threads, threads),
-        ]
+    def remedy(self, field: str, old: MeasuredRun, new: MeasuredRun) -> str:
+        if field == "threads" and old.threads:
+            return f", or --threads {old.threads}"
+        before, now = old.ranks_per_host, new.ranks_per_host
+        if field != "share" or not before or not now:
+            return ""
+        later = f"; with --ppn {now} from the start, more ranks can be added later"
+        return f", or --ppn {before}" if now < before else later
 
     @override
-    def new_record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> MeasuredRun:
+    def check(self, variant: Variant, run: MeasuredRun, outcome: RunOutcome) -> None:
         folder = self.options.folder
         if outcome.summary is None:
-            output = file_path(run_stem(folder, variant.name, repeat), LOG)
+            output = file_path(run_stem(folder, variant.name, run.repeat), LOG)
             hint = "" if outcome.failed else f"; see its output in {output}"
             raise HvdtrainError(
                 f"the run on {variant.title} failed: {outcome.reason}{hint}. Completed runs are "
                 "kept: run the same command again to continue"
             )
-        run = MeasuredRun(
-            variant.request.ranks,
-            repeat,
-            outcome.summary,
-            scaling=self.options.scaling,
-            command=self.words,
-            machine=self.share.machine,
-            cores=self.share.cores,
-            threads=self.share.threads,
-            ranks_per_host=self.share.ranks_per_host,
-        )
         check_comparable([*self.read(), run], self.options.scaling, str(folder))
-        return run
-
-
-def _share(ranks: int | None) -> str:
-    return f"1 of {ranks} ranks" if ranks else "the whole host for each rank"
 
 
 def make_sweep(options: ScalingOptions, words: Sequence[str]) -> Sweep:

@@ -180,7 +180,9 @@ def target_text(sizes: Sequence[TargetResult], target: Target) -> str:
 
 def target_data(sizes: Sequence[TargetResult], target: Target) -> dict[str, object]:
     """Return the times as JSON."""
-    rows = [{key: column.of(size) for key, column in TARGET_COLUMNS.items()} for size in sizes]
+    rows = [
+        {key: column.value_of(size) for key, column in TARGET_COLUMNS.items()} for size in sizes
+    ]
     return {"metric": target.metric, "value": target.value, "sizes": rows}
 
 

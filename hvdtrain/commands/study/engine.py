@@ -93,21 +93,11 @@ class Variant:
     name: str  # of its files, e.g. ``4`` (ranks) or ``ddp-pytorch-n2``
     title: str  # in messages
     request: Request  # its command, ranks and hosts, for ``hvdtrain launch``
-    subject: Any = None  # the method, or the setting, which the records name
+    record: Any  # of its runs, to be completed by their repeat and outcome
     unavailable: str = ""  # the reason if it cannot run here
 
 
 Planned = tuple[Variant, int]  # a variant, and the number of its repeat from 1
-
-
-@dataclass(frozen=True)
-class RecordedSetting:
-    """A setting of a recorded run, and of the study that would continue it."""
-
-    label: str
-    old: object
-    new: object
-    remedy: str = ""  # end of the message, in addition to another --out
 
 
 @dataclass(frozen=True)
@@ -125,6 +115,8 @@ class Plan(ABC, Generic[Run]):
     file_name: ClassVar[str]  # of the records
     record_type: ClassVar[type[Any]]
     kind: ClassVar[str]  # of the study, in messages
+    same: ClassVar[Sequence[tuple[str, str]]] = ()
+    """Fields that are the same in all records, with their names in messages."""
     reverses: ClassVar[bool] = False
     """Whether every second repeat is in reverse order: a steady drift favours none."""
     independent: ClassVar[bool] = False
@@ -136,16 +128,16 @@ class Plan(ABC, Generic[Run]):
         """The variants, in the order of the table."""
 
     @abstractmethod
-    def settings(self, run: Run) -> list[RecordedSetting]:
-        """Return the settings of a record, and those of this study, which must be the same."""
-
-    @abstractmethod
-    def new_record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> Run:
-        """Return the record of a run that has ended.
+    def check(self, variant: Variant, run: Run, outcome: RunOutcome) -> None:
+        """Check a run that has ended, before it is recorded.
 
         Raises:
             UsageError, HvdtrainError: no further run would succeed.
         """
+
+    def remedy(self, field: str, old: Run, new: Run) -> str:
+        """Return what to do, besides using another --out, if ``field`` of two records differs."""
+        return ""
 
     def repeat_words(self, repeat: int) -> Sequence[str]:
         """Return the options of a repeat."""
@@ -175,7 +167,7 @@ class Plan(ABC, Generic[Run]):
         Raises:
             UsageError: the complete runs belong to another study.
         """
-        folder, completed = self.options.folder, set()
+        folder, new, completed = self.options.folder, self.variants[0].record, set()
         for record in self.read():
             name = f"{record.variant}-{record.repeat}"
             if tuple(record.command) != tuple(self.words):
@@ -183,11 +175,12 @@ class Plan(ABC, Generic[Run]):
                     f"{folder} has runs of another command: "
                     f"{difference(record.command, self.words)} (run {name}). Use another --out"
                 )
-            for setting in self.settings(record):
-                if setting.old != setting.new:
+            for field, label in self.same:
+                old, now = getattr(record, field), getattr(new, field)
+                if old != now:
                     raise UsageError(
-                        f"{folder} has runs of another {setting.label}: {setting.old} in run "
-                        f"{name}, now {setting.new}. Use another --out{setting.remedy}"
+                        f"{folder} has runs of another {label}: {old} in run {name}, now {now}. "
+                        f"Use another --out{self.remedy(field, record, new)}"
                     )
             if record.summary:
                 completed.add((record.variant, record.repeat))
@@ -264,8 +257,10 @@ class Plan(ABC, Generic[Run]):
             raise
 
     def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
-        """Append a run to the records; errors as of ``new_record``."""
-        run = self.new_record(variant, repeat, outcome)
+        """Append a run to the records; errors as of ``check``."""
+        known = {name: v for name, v in vars(outcome).items() if hasattr(variant.record, name)}
+        run = replace(variant.record, repeat=repeat, **known)
+        self.check(variant, run, outcome)
         append_record(self.options.folder / self.file_name, run)
 
 

@@ -42,13 +42,13 @@ class Column:
     joined: bool = False  # never separated from the preceding column
     unknown: str = "-"  # shown for None
 
-    def of(self, row: Any) -> Any:
+    def value_of(self, row: Any) -> Any:
         """Return the value of a row."""
         return getattr(row, self.value) if isinstance(self.value, str) else self.value(row)
 
     def cell(self, row: Any) -> str:
         """Return the text of a row."""
-        value = self.of(row)
+        value = self.value_of(row)
         return self.unknown if value is None else self.format(value)
 
 
@@ -69,6 +69,8 @@ class Table:
     joined: Collection[str] = ()
     """Headings of columns that are never separated from the preceding one."""
     note: str = ""
+    meanings: Sequence[tuple[str, str]] = ()
+    """Headings that are explained, with their meaning."""
 
     @property
     def text(self) -> str:
@@ -116,8 +118,14 @@ def tabulate(
     if known:
         columns = [c for c in columns if any(c.cell(row) != c.unknown for row in rows)]
     cells = [[column.cell(row) for column in columns] for row in rows]
-    joined = {column.title for column in columns if column.joined}
-    return Table(title, [column.title for column in columns], cells, names, joined)
+    return Table(
+        title,
+        [column.title for column in columns],
+        cells,
+        names,
+        {column.title for column in columns if column.joined},
+        meanings=[(column.title, column.help) for column in columns if column.help],
+    )
 
 
 def _fits(columns: Sequence[Cells], gap: int) -> bool:

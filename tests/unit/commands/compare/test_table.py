@@ -19,7 +19,6 @@ from hvdtrain.commands.compare.table import (
     figures,
     headline,
     make_rows,
-    notes,
     read_all_curves,
     unavailable,
 )
@@ -109,8 +108,8 @@ def test_the_table_has_no_empty_columns() -> None:
         *("busy", "node-h", "sent", "set-up"),
     ]
     assert cells[1][:6] == ["ddp", "2", "250.00", "150.00 ... 500.00", "2.50", "6.00 s"]
-    assert [name for name, _ in notes(header)] == [n for n in header if n not in header[:3]]
-    assert dict(notes(header))["busy"].startswith("of the GPU, or of the cores of a rank")
+    assert [name for name, _ in table.meanings] == [n for n in header if n not in header[:3]]
+    assert dict(table.meanings)["busy"].startswith("of the GPU, or of the cores of a rank")
     assert headline(THREE) == (
         "mnist small pytorch fp32, global batch 64 in every row, 1 thread per rank, a machine"
     )

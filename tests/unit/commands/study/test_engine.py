@@ -20,7 +20,6 @@ from hvdtrain.commands.study.command_options import check_measurable
 from hvdtrain.commands.study.engine import (
     HostShare,
     Plan,
-    RecordedSetting,
     StudyOptions,
     Variant,
     find_share,
@@ -42,19 +41,17 @@ RAN = RunOutcome(Summary(images_per_second_mean=5.0))
 
 @dataclass(frozen=True)
 class Letters(Plan[Any]):
-    """A study whose variants are letters, those in ``unavailable`` without a GPU."""
+    """A study whose variants are letters."""
 
     names: str
-    unavailable: str = ""
+    absent: str = ""  # those without a GPU
     completed: Sequence[tuple[str, int]] = ()
     records: list[Any] = field(default_factory=list)
 
     @property
     def variants(self) -> list[Variant]:
         return [
-            Variant(
-                name, name, Request(1, ("python",)), None, "no GPU" * (name in self.unavailable)
-            )
+            Variant(name, name, Request(1, ("python",)), None, "no GPU" * (name in self.absent))
             for name in self.names
         ]
 
@@ -65,10 +62,7 @@ class Letters(Plan[Any]):
             for name, repeat in self.completed
         ]
 
-    def settings(self, run: Any) -> list[RecordedSetting]:
-        return []
-
-    def new_record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> Any:
+    def check(self, variant: Variant, run: Any, outcome: RunOutcome) -> None:
         raise NotImplementedError
 
     def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
@@ -115,7 +109,7 @@ def test_a_variant_without_a_result_is_not_run_again(
     failed = RunOutcome(reason="exit code 1", failed=True)
     monkeypatch.setattr(engine, "measure", lambda name, *_: {"a": RAN, "b": failed}[name])
     caplog.set_level("INFO")
-    runs = plan("abc", 3, unavailable="c", completed=(("a", 1),))
+    runs = plan("abc", 3, absent="c", completed=(("a", 1),))
     runs.carry_out(runs.missing())
     absent = RunOutcome(reason="no GPU")
     assert runs.records == [("b", 1, failed), ("c", 1, absent), ("a", 2, RAN), ("a", 3, RAN)]
