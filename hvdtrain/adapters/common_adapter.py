@@ -87,7 +87,6 @@ class RankHooks:
 class CommonAdapter(StateAdapter):
     """An adapter over a ``Communicator``; a framework adds devices, optimizer and state."""
 
-    name: str  # of the strategy, as in --strategy
     runtime: str
     comm_options = CommOptions()
     device: Any = "cpu"
@@ -98,6 +97,7 @@ class CommonAdapter(StateAdapter):
     evaluates_together = False  # all ranks make the same number of forward passes in evaluation
     shards_class = Shards
     shards_state = False  # each rank holds a part of the state and writes a file of a checkpoint
+    read_flags: Callable[[], Flags] | None = None  # of all ranks, if not the adapter sums gradients
     ranks: list[RankFacts]  # facts of all ranks, exchanged in step 1, by rank
 
     def __init__(self) -> None:
@@ -186,6 +186,8 @@ class CommonAdapter(StateAdapter):
 
         Ranks that sum no gradients cannot know it: some may be saving.
         """
+        if self.read_flags:
+            return self.read_flags()
         if not self.gradient_sums:
             return Flags(self.stop_wanted, saving=self.is_saving or self.world.size > 1)
         agreed = [optimizer.flags for optimizer in self.gradient_sums]

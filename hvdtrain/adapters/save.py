@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -63,6 +64,14 @@ class Saving(Connected, Protocol):
         """Whether, at the last update, any rank was still writing."""
 
 
+class Status(Enum):
+    """How far a save is."""
+
+    PENDING = "all ranks write, or one of them commits"
+    FAILED = "its error has not been raised yet"
+    OVER = "it is complete, or its error was raised"
+
+
 class Save:
     """A checkpoint that is being saved, as a future of its directory.
 
@@ -88,29 +97,21 @@ class Save:
         *,
         in_background: bool,
     ) -> None:
-        self.step = int(state["step"])
-        self.is_reported = False  # whether it is complete, or its error was raised
-        # Whether, at the last update, no rank was writing.
-        self.all_have_written: Callable[[], bool] = lambda: not adapter.saving_agreed
+        self.step, self.status = int(state["step"]), Status.PENDING
         self._adapter, self._directory, self._state, self._keep = adapter, directory, state, keep
         self._contribution: Contribution | None = contribution
         self._in_background = in_background
-        self._running: Future[Any] | None = None  # what a thread does, or has done
-        self._outcome: Future[Path] = Future()
+        self._thread: Future[Any] | None = None  # the result of the last one
+        self._outcome: Path | Exception | None = None
         self._stages = self._save(contribution)
         self._advance()
         if not in_background:
             self._complete()
 
     @property
-    def is_over(self) -> bool:
-        """Whether the checkpoint is complete, or has failed."""
-        return self._outcome.done()
-
-    @property
     def is_busy(self) -> bool:
         """Whether this rank is still writing in the background."""
-        return self._running is not None and not self._running.done()
+        return self._thread is not None and not self._thread.done()
 
     def poll(self) -> bool:
         """Return whether the save is complete or has failed, without waiting for a disk.
@@ -118,9 +119,9 @@ class Save:
         Call it after an update: the save is over a few updates after all ranks have written their
         files. If it has failed, ``result`` raises the error, or else the next save.
         """
-        if not self.is_over and self.all_have_written():
+        if self.status is Status.PENDING and not self._adapter.saving_agreed:
             self._advance()
-        return self.is_over
+        return self.status is not Status.PENDING
 
     def result(self) -> Path:
         """Wait until the checkpoint is complete, and return its directory.
@@ -131,8 +132,11 @@ class Save:
             HvdtrainError: on every rank, if the replicas differ.
         """
         self._complete()
-        self.is_reported = True
-        return self._outcome.result()
+        self.status = Status.OVER
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
 
     def settle(self) -> Path | None:
         """Wait as ``result`` does, but report as a warning that the checkpoint was not written."""
@@ -150,12 +154,13 @@ class Save:
             # The report of a failure has already named the checkpoint to resume from.
             if mine and not is_failing():
                 folder = checkpoints.begin(self._directory, self.step)
-                self._commit(folder, mine.write(folder))
+                files, _ = mine.write(folder)
+                self._commit(folder, files)
 
         writes_all = mine and is_root and not mine.sharded
         expected = self._adapter.stop_wanted
         with surviving_kill(rescue, expected=expected) if writes_all else nullcontext():
-            while not self.is_over:
+            while self.status is Status.PENDING:
                 self._advance()
 
     def _advance(self) -> None:
@@ -165,22 +170,21 @@ class Save:
                 next(self._stages)
                 return
             except StopIteration as end:
-                self.is_reported = True
-                self._outcome.set_result(end.value)
+                self._outcome, self.status = end.value, Status.OVER
             except Exception as error:
-                self._outcome.set_exception(error)
+                self._outcome, self.status = error, Status.FAILED
                 if not isinstance(error, HvdtrainError):
                     raise
                 directory = self._directory
                 self._adapter.communicator.on_root(lambda: checkpoints.remove_partial(directory))
-        self._contribution = self._running = None  # release the memory of the state
+        self._contribution = self._thread = None  # release the memory of the state
 
     def _save(self, contribution: Contribution) -> Generator[None, None, Path]:
         """Save the checkpoint, and return its path; the training continues at each ``yield``."""
         communicator, directory = self._adapter.communicator, self._directory
         begun = communicator.on_root(lambda: checkpoints.begin(directory, self.step))
         folder = Path(communicator.gather_json(str(begun))[0])
-        writing = self._start(lambda: (contribution.write(folder), contribution.digests()))
+        writing = self._start(lambda: contribution.write(folder))
         yield
         mine, digests = communicator.together(writing, alike=not contribution.sharded)
         compare(communicator, digests, DIFFERENT, when=f"after step {self.step} ")
@@ -198,7 +202,7 @@ class Save:
         """Begin ``action`` in the background; return the function that returns its result."""
         if not self._in_background:
             return action
-        self._running = future = in_thread(action)
+        self._thread = future = in_thread(action)
         return future.result
 
     def _commit(self, folder: Path, files: list[Written]) -> Path:

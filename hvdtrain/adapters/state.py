@@ -24,7 +24,7 @@ from hvdtrain.adapters.rank_buffers import (
     gather_buffers,
     mean_buffers,
 )
-from hvdtrain.adapters.save import Save
+from hvdtrain.adapters.save import Save, Status
 from hvdtrain.adapters.state_view import (
     OPTIONS,
     Groups,
@@ -49,6 +49,7 @@ FILES = {".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".safetensors"}  # one
 class StateAdapter(Adapter):
     """Broadcast and checkpoints over a ``Communicator``, by the view of the model's state."""
 
+    name: str  # of the strategy, as in --strategy
     communicator: Communicator
     kinds: tuple[tuple[str, type], ...]  # name and class of the framework's models and optimizers
     whole_view: type[StateView]  # of the framework's models
@@ -154,7 +155,7 @@ class StateAdapter(Adapter):
         self.check_trained(model, optimizer)
         directory = Path(directory)
         _check_saved(directory, state, keep)
-        if self._save and not self._save.is_reported:  # one at a time
+        if self._save and self._save.status is not Status.OVER:  # one at a time
             self._save.result()
         view = self.view(model, optimizer)
         copies = None if wait else self._room_for_copies(view, optimizer)
@@ -194,7 +195,7 @@ class StateAdapter(Adapter):
         which an optimizer has all of its state. It has no effect while a checkpoint is being saved,
         or if the memory is allocated already.
         """
-        in_use = self._save is not None and not self._save.is_over
+        in_use = self._save is not None and self._save.status is Status.PENDING
         if in_use or self._copies or self._is_short:
             return
         view = self.view(model, optimizer)
@@ -226,7 +227,8 @@ class StateAdapter(Adapter):
 
     def _warn_unfinished(self) -> None:
         has_failed = hasattr(sys, "last_value")
-        if self._save and not (self._save.is_reported or has_failed) and self.communicator.is_root:
+        pending = self._save and self._save.status is not Status.OVER
+        if self._save and pending and not has_failed and self.communicator.is_root:
             log.warning(
                 "the checkpoint of step %s was not completed: call its result() before the program "
                 "ends",

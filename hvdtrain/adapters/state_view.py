@@ -1,7 +1,12 @@
-"""State of a model as a rank holds it: what must be equal on all ranks, and what differs by rank.
+"""State of a model as a rank holds it: what must be equal on all ranks, and what is saved by whom.
 
-Parameters and optimizer state are compared bit for bit; running statistics differ
-(``rank_buffers.py``).
+The state is a sequence of pieces, a tensor each. Rank 0 writes all of them, unless a strategy
+shards the state: then each piece has an owner, which gathers it, writes it to its own file, and
+frees it before the next one. To resume, each rank reads its part of each tensor, independent of the
+strategy and the number of ranks that wrote it.
+
+Parameters and optimizer state are compared bit for bit, if each rank has them; running statistics
+differ (``rank_buffers.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ import json
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,15 +27,21 @@ from xxhash import xxh3_128
 
 from hvdtrain.adapters.rank_buffers import separate_buffers
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.errors import HvdtrainError, TrainingError, UsageError, escaped
+from hvdtrain.errors import HvdtrainError, UsageError, escaped
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import (
     DAMAGE,
+    MODEL_FILE,
+    OF_OPTIMIZER,
+    TRAINING_FILE,
     Arrays,
     Checkpoint,
+    Piece,
     State,
     Tensors,
     Written,
+    file_of,
+    unchecked,
 )
 from hvdtrain.steps.integrity import rank_names
 from hvdtrain.steps.tensor_file import ArraySpec
@@ -46,6 +57,8 @@ DIFFERENT = (
 OPTIONS = "optimizer_options"  # in the state of a ``Checkpoint``
 Groups = list[dict[str, object]]
 """Options of an optimizer (learning rate, momentum, ...) by name, for each parameter group."""
+Digests = dict[str, bytes]
+"""XXH3 digests of tensors and options, by a name for messages."""
 
 
 @dataclass(frozen=True)
@@ -53,42 +66,33 @@ class Contribution:
     """What a rank contributes to a checkpoint.
 
     Attributes:
-        write: function that writes this rank's files into a directory; of copies it sends no
-            messages, otherwise all ranks must call it together.
-        digests: function that returns the digests of the state that this rank shares with others.
+        write: function that writes this rank's files into a directory, and returns them, and the
+            digests of what all ranks have; of copies it sends no messages, otherwise all ranks must
+            call it together.
         sharded: whether each rank writes files; otherwise only rank 0.
     """
 
-    write: Callable[[Path], list[Written]]
-    digests: Callable[[], Mapping[str, bytes]]
+    write: Callable[[Path], tuple[list[Written], Digests]]
     sharded: bool = False
-
-
-Take = Callable[[str, str, Any], np.ndarray[Any, Any]]
-"""kind of file, name and tensor of the framework -> an array with its values."""
 
 
 class HostCopies:
     """Copies of tensors in host memory, which the next save reuses when this one is over."""
 
     def __init__(self) -> None:
-        self._copies: Arrays = {}
+        self._copies: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
 
-    def copy(self, kind: str, name: str, value: Any) -> np.ndarray[Any, Any]:
-        """Return a copy of ``value``, valid until the next one of this ``name`` and ``kind``.
+    def copy(self, piece: Piece, value: Any) -> np.ndarray[Any, Any]:
+        """Return a copy of ``value``, valid until the next one of this ``piece``.
 
         It is complete after ``finish``. ``value`` is an array, or a tensor of the framework.
         """
-        key, layout = f"{kind} {name}", self.layout_of(value)
+        key = piece.kind, piece.name
         kept = self._copies.get(key)
-        if kept is None or ArraySpec.of(kept) != layout:
-            kept = self._copies[key] = self.allocate(layout)
+        if kept is None or ArraySpec.of(kept) != piece.layout:
+            kept = self._copies[key] = self.allocate(piece.layout)
         self.fill(kept, value)
         return kept
-
-    def layout_of(self, value: Any) -> ArraySpec:
-        """Return type and shape of ``value``."""
-        return ArraySpec.of(value)
 
     def nbytes(self, layout: ArraySpec) -> int:
         """Return the size in bytes of the memory that ``allocate`` takes."""
@@ -109,6 +113,7 @@ class HostCopies:
 class Connected(Protocol):
     """What a view needs of its adapter."""
 
+    name: str  # of the strategy
     rank_buffers: Arrays  # of a loaded checkpoint, until this rank trains on
 
     @property
@@ -119,34 +124,22 @@ class Connected(Protocol):
 class StateView(ABC):
     """State of one model and its optimizer on this rank, which holds all of it.
 
-    A framework exports and imports it. A strategy that shards the state makes another view of the
-    model in step 5: of rows or of a share. All ranks must call the methods together.
+    A framework names its tensors and restores them. A strategy that shards the state makes another
+    view of the model in step 5: of rows or of a share. All ranks must call the methods together.
     """
+
+    sharded = False  # whether each rank writes and reads a part
 
     def __init__(self, adapter: Connected, model: Any) -> None:
         self.adapter, self.model = adapter, model
 
     @abstractmethod
-    def export(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
-        """Return the whole state; see ``StateAdapter.export_state``.
-
-        ``take`` makes an array of each tensor; by default one that may share its memory.
-        """
-
-    def host_copies(self) -> HostCopies:
-        """Return what ``contribute`` copies the state with."""
-        return HostCopies()
+    def tensors(self, optimizer: Any = None) -> dict[str, dict[str, Any]]:
+        """Return the tensors (no copies) by name, for each kind of file of a checkpoint."""
 
     @abstractmethod
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
         """Load what this rank holds of ``state``; see ``StateAdapter.import_state``."""
-
-    def options(self, optimizer: Any) -> Groups:
-        """Return the options of ``optimizer`` that change its updates, as JSON values."""
-        return []
-
-    def set_options(self, optimizer: Any, groups: Groups) -> None:  # noqa: B027 (none by default)
-        """Set those of the ``options`` that ``groups`` has."""
 
     @abstractmethod
     def local_buffers(self) -> Arrays:
@@ -160,28 +153,65 @@ class StateView(ABC):
     def trained_names(self) -> set[str]:
         """Return the names in ``export`` of the parameters that are trained."""
 
-    def replicated(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
-        """Return the part of the state that is identical on all ranks after each update."""
-        return self._trained(self.export(optimizer, take))
-
-    def digests(self, optimizer: Any) -> dict[str, bytes]:
-        """Return the digests of ``replicated``; a device's tensors are copied one at a time."""
-        tensors = self.replicated(optimizer, lambda _kind, _name, tensor: tensor)
-        return digests_of(tensors, self.array)
+    def layout(self, tensor: Any) -> ArraySpec:
+        """Return type and shape of the whole tensor."""
+        return ArraySpec.of(tensor)
 
     def array(self, tensor: Any) -> np.ndarray[Any, Any]:
-        """Return a tensor of the framework as an array, which may share its memory."""
+        """Return the whole tensor as an array, which may share its memory."""
         return np.asarray(tensor)
 
-    def _trained(self, state: Checkpoint) -> Checkpoint:
-        names = self.trained_names()
-        return replace(state, model={k: v for k, v in state.model.items() if k in names})
+    def host_copies(self) -> HostCopies:
+        """Return what ``contribute`` copies the state with."""
+        return HostCopies()
+
+    def options(self, optimizer: Any) -> Groups:
+        """Return the options of ``optimizer`` that change its updates, as JSON values."""
+        return []
+
+    def set_options(self, optimizer: Any, groups: Groups) -> None:  # noqa: B027 (none by default)
+        """Set those of the ``options`` that ``groups`` has."""
+
+    def export(self, optimizer: Any) -> Checkpoint:
+        """Return the whole state; see ``StateAdapter.export_state``."""
+        model, training = (
+            {name: self.array(value) for name, value in tensors.items()}
+            for tensors in self.tensors(optimizer).values()
+        )
+        return Checkpoint(model, training, {OPTIONS: self.options(optimizer)})
+
+    def pieces(self, optimizer: Any) -> Iterator[Piece]:
+        """Yield the tensors that this rank has, writes, or helps to gather."""
+        trained = self.trained_names()
+        for kind, tensors in self.tensors(optimizer).items():
+            for name, value in tensors.items():
+                same = kind == TRAINING_FILE or name in trained
+                fetch = partial(self.fetch, value)
+                yield Piece(
+                    kind, name, self.layout(value), fetch, infinite=not same, replicated=same
+                )
+
+    def fetch(self, tensor: Any) -> Any:
+        """Return what ``HostCopies`` copies: a tensor of the framework, or an array."""
+        return self.array(tensor)
+
+    def digests(self, optimizer: Any) -> Digests:
+        """Return the digests of what all ranks have; a device's tensors are copied one by one."""
+        return _ordered(self.options(optimizer), self._digested(self.pieces(optimizer)))
+
+    def _digested(self, pieces: Iterable[Piece]) -> Digests:
+        return {
+            piece.label: _digest(piece.name, self.array(piece.fetch()))
+            for piece in pieces
+            if piece.replicated
+        }
 
     def broadcast(self, optimizer: Any) -> str:
         """Send rank 0's state to all ranks and compare it; return the common digest."""
         communicator = self.adapter.communicator
         if communicator.size > 1:
-            mine = self.export(optimizer)
+            # Only rank 0's is read.
+            mine = self.export(optimizer) if communicator.is_root else Checkpoint({}, {})
             # Names and shapes first: the others may lack some, e.g. an optimizer state.
             state = Checkpoint(
                 model=communicator.broadcast_arrays(mine.model),
@@ -194,24 +224,28 @@ class StateView(ABC):
             "right after the broadcast: please report it; continuing would give wrong results",
         )
 
+    # Saving
+
+    @property
+    def _rank(self) -> int:
+        return self.adapter.communicator.rank
+
     def nbytes(self, optimizer: Any, copies: HostCopies) -> int:
         """Return the size in bytes of the ``copies`` of ``contribute`` on this rank."""
-        if not self.adapter.communicator.is_root:
-            return 0
-        sizes: list[int] = []
+        mine = (piece for piece in self.pieces(optimizer) if piece.owner == self._rank)
+        return sum(copies.nbytes(piece.layout) for piece in mine)
 
-        def measure(_kind: str, _name: str, value: Any) -> np.ndarray[Any, Any]:
-            sizes.append(copies.nbytes(copies.layout_of(value)))
-            return np.empty(0)
-
-        self.export(optimizer, measure)
-        return sum(sizes)
-
-    def fill(self, optimizer: Any, copies: HostCopies) -> None:
-        """Allocate ``copies`` by copying the state, as ``contribute`` does."""
-        if self.adapter.communicator.is_root:
-            self.export(optimizer, copies.copy)
-            copies.finish()
+    def fill(self, optimizer: Any, copies: HostCopies) -> list[Piece]:
+        """Copy what this rank writes; return all pieces in the order of the files."""
+        pieces = []
+        for piece in sorted(self.pieces(optimizer), key=lambda piece: piece.order):
+            if piece.owner == self._rank or self.sharded:  # other ranks gather it with this one
+                value = piece.fetch()
+                if piece.owner == self._rank:
+                    piece = replace(piece, fetch=partial(np.asarray, copies.copy(piece, value)))
+            pieces.append(piece)
+        copies.finish()
+        return pieces
 
     def contribute(
         self, optimizer: Any, state: State, ranks: Arrays, copies: HostCopies | None
@@ -224,25 +258,45 @@ class StateView(ABC):
             ranks: the local buffers of all ranks; the model has their mean.
             copies: copies to write, so that the training can continue; None: write without a copy.
         """
-        if not self.adapter.communicator.is_root:  # it writes nothing, and needs no copies
-            digests = self.digests(optimizer)
-            return Contribution(lambda folder: [], lambda: digests)
-        arrays = self.export(optimizer, copies.copy if copies else None)
-        if copies:
-            copies.finish()
-        checkpoint = Checkpoint(arrays.model, {**arrays.training, **ranks}, state)
+        digests, options = Digests(), self.options(optimizer)
+        pieces = list(self.pieces(optimizer)) if copies is None else self.fill(optimizer, copies)
+        if copies:  # what others write may change, and is not needed later
+            digests |= self._digested(piece for piece in pieces if piece.owner != self._rank)
+            pieces = [piece for piece in pieces if piece.owner == self._rank]
+        for name, value in ranks.items():
+            fetch = partial(np.asarray, value)
+            pieces.append(Piece(TRAINING_FILE, name, ArraySpec.of(value), fetch, infinite=True))
+        pieces.sort(key=lambda piece: piece.order)
 
-        def write(folder: Path) -> list[Written]:
-            try:
-                self.check_finite(checkpoint)
-            except ValueError as error:
-                raise TrainingError(
-                    f"{error} after step {state['step']}: nothing was saved; the checkpoints on "
-                    "disk are older"
-                ) from error
-            return checkpoints.write_files(folder, checkpoint)
+        def write(folder: Path) -> tuple[list[Written], Digests]:
+            files, written = self._write(folder, state["step"], pieces)
+            return files, _ordered(options, digests | written)
 
-        return Contribution(write, partial(digests_of, self._trained(arrays)))
+        return Contribution(write, self.sharded)
+
+    def _write(self, folder: Path, step: int, pieces: list[Piece]) -> tuple[list[Written], Digests]:
+        """Write this rank's files, in the common order in which all ranks gather the pieces."""
+        mine = [piece for piece in pieces if piece.owner == self._rank]
+        size, digests = self.adapter.communicator.size, {}
+        if self.sharded:
+            files = {piece.kind: file_of(piece.kind, self._rank, size) for piece in mine}
+        else:
+            files = {kind: kind for kind in (MODEL_FILE, TRAINING_FILE) if self._rank == 0}
+        writer = checkpoints.Writer(folder, step, files, mine)
+        for piece in pieces:
+            is_mine = piece.owner == self._rank
+            if not (is_mine or self.sharded or piece.replicated):
+                continue
+            value = piece.fetch()
+            if is_mine or piece.replicated:
+                array = self.array(value)
+            if is_mine:
+                writer.write(piece, array)
+            if piece.replicated:
+                digests[piece.label] = _digest(piece.name, array)
+        return writer.close(), digests
+
+    # Loading
 
     def check_finite(self, checkpoint: Checkpoint) -> None:
         """Raise ``ValueError`` naming a tensor that is not finite; masks may contain infinities."""
@@ -259,28 +313,42 @@ class StateView(ABC):
             raise ValueError(f"{bad} is not finite")
 
     def load(self, find: Callable[[], Checkpoint | None], optimizer: Any) -> State | None:
-        """Load, only on rank 0, the checkpoint that ``find`` returns there.
+        """Load the checkpoint that ``find`` returns on rank 0: only there, unless it is sharded.
 
         Returns the saved ``state``, with the checkpoint's ``path``, on every rank.
         """
+        communicator = self.adapter.communicator
 
         def load() -> Checkpoint | None:
             checkpoint = find()
-            if checkpoint:
-                with fitting(checkpoint):
-                    training, ranks = separate_buffers(checkpoint)
-                    self.restore(optimizer, replace(checkpoint, training=training))
-                self.adapter.rank_buffers = ranks
+            if checkpoint and not self.sharded:
+                self._restore(checkpoint, optimizer)
             return checkpoint
 
-        return self.share_state(load)
-
-    def share_state(self, load: Callable[[], Checkpoint | None]) -> State | None:
-        """Return on every rank the state and path of the checkpoint that rank 0 loads."""
-        communicator = self.adapter.communicator
         loaded = communicator.on_root(load)
         message = json.dumps(loaded and {**loaded.state, "path": str(loaded.path)}).encode()
-        return json.loads(communicator.broadcast_bytes(message))
+        state: State | None = json.loads(communicator.broadcast_bytes(message))
+        if state and self.sharded:
+            communicator.together(lambda: self._restore(self._opened(state), optimizer))
+        return state
+
+    def _opened(self, state: State) -> Checkpoint:
+        """Return the checkpoint that rank 0 has found and checked."""
+        path = Path(state["path"])
+        try:
+            return unchecked(path, state)
+        except DAMAGE as error:
+            raise UsageError(
+                f"{path}: cannot be read on this host ({error}): --strategy "
+                f"{self.adapter.name} needs a checkpoint directory that all hosts share"
+            ) from error
+
+    def _restore(self, checkpoint: Checkpoint, optimizer: Any) -> None:
+        with fitting(checkpoint):
+            training, ranks = separate_buffers(checkpoint)
+            self.restore(optimizer, replace(checkpoint, training=training))
+        if optimizer is not None or not self.sharded:
+            self.adapter.rank_buffers = ranks
 
 
 @contextmanager
@@ -311,21 +379,22 @@ def check_names(tensors: Mapping[str, Any], arrays: Tensors, trouble: str) -> No
         )
 
 
-def digests_of(
-    state: Checkpoint, array: Callable[[Any], np.ndarray[Any, Any]] = np.asarray
-) -> dict[str, bytes]:
-    """Return the XXH3 digest of each tensor of ``state``, by a name for messages.
+def _ordered(options: Groups, digests: Digests) -> Digests:
+    """Return the digests of the options, then those of tensors in the same order on all ranks."""
+    labels = sorted(digests, key=lambda label: (label.endswith(OF_OPTIMIZER), label))
+    of_options = digests_of(Checkpoint({}, {}, {OPTIONS: options}))
+    return of_options | {label: digests[label] for label in labels}
 
-    ``array`` makes an array of a tensor.
-    """
+
+def digests_of(state: Checkpoint) -> Digests:
+    """Return the XXH3 digest of each option and tensor of ``state``."""
     digests = {
-        f"{name} of group {number} of the optimizer": xxh3_128(repr(value).encode()).digest()
+        f"{name} of group {number}{OF_OPTIMIZER}": xxh3_128(repr(value).encode()).digest()
         for number, group in enumerate(state.state.get(OPTIONS, ()))
         for name, value in sorted(group.items())
     }
-    digests |= {name: _digest(name, array(state.model[name])) for name in sorted(state.model)}
-    for name in sorted(state.training):
-        digests[f"{name} of the optimizer"] = _digest(name, array(state.training[name]))
+    for tensors, suffix in ((state.model, ""), (state.training, OF_OPTIMIZER)):
+        digests |= {f"{name}{suffix}": _digest(name, tensors[name]) for name in sorted(tensors)}
     return digests
 
 

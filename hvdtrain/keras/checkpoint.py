@@ -176,6 +176,8 @@ class BackupAndRestore(ModelCallback):
                 "keras.Input(shape), or call model.build(shape)"
             )
         self._progress.end()  # that of a fit that failed
+        reduction = step_sum(model.optimizer)
+        adapter.read_flags = (lambda: reduction.buckets.flags) if reduction else None
         state = restore(adapter, self.backup_dir, model, model.optimizer)
         for name, callback in _best_only(model).items():
             callback.best = (state or {}).get("best", {}).get(name, callback.best)
@@ -254,8 +256,8 @@ class BackupAndRestore(ModelCallback):
         self._longest = max(self._longest, now - (self._ended_at or now))
         self._ended_at = now
         self._progress.note(batch, logs)
-        if reduction := step_sum(self.model.optimizer):
-            self._stops = reduction.buckets.flags.stop
+        if self.adapter.read_flags:
+            self._stops = self.adapter.flags_agreed.stop
         else:
             self._stops = bool(self._preemption.agree()[0])
         if self._pending and self._pending.poll():
@@ -292,8 +294,6 @@ class BackupAndRestore(ModelCallback):
         if wait:
             return
         self._pending = saved
-        if reduction := step_sum(self.model.optimizer):
-            saved.all_have_written = lambda: not reduction.buckets.flags.saving
 
     def _stop(self) -> NoReturn:
         """Save, and exit with code 75; all ranks call it."""

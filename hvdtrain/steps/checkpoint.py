@@ -12,20 +12,19 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError, escaped
+from hvdtrain.errors import CheckpointError, HvdtrainError, TrainingError, UsageError, escaped
 from hvdtrain.steps.checkpoint_files import (
     DAMAGE,
-    MODEL_FILE,
     STATE_FILE,
-    TRAINING_FILE,
     Checkpoint,
+    Piece,
     State,
     Tensors,
     Written,
@@ -34,8 +33,8 @@ from hvdtrain.steps.checkpoint_files import (
     read_state,
     score,
     seal,
-    write,
 )
+from hvdtrain.steps.tensor_file import ArraySpec, TensorFile
 from hvdtrain.system.files import FULL
 from hvdtrain.system.folder import Folder
 
@@ -43,26 +42,6 @@ log = logging.getLogger(__name__)
 
 PREFIX, PARTIAL, REMOVED = "step-", ".partial-", "~"
 NAME = re.compile(PREFIX + r"([0-9]+)(?:\+([0-9]+))?")
-
-
-def partial_folder(partial: Path) -> Folder:
-    """Open the directory that ``begin`` has created."""
-    return Folder.named(partial.parent, create=False).enter(partial.name, create=False)
-
-
-def write_files(partial: Path, checkpoint: Checkpoint) -> list[Written]:
-    """Write the tensors of ``checkpoint`` to a file of each kind in ``partial``; see ``begin``.
-
-    Raises:
-        CheckpointError: they cannot be written, e.g. the disk is full; earlier ones are intact.
-    """
-    kinds = (MODEL_FILE, checkpoint.model), (TRAINING_FILE, checkpoint.training)
-    with cleared(partial.parent, int(checkpoint.state["step"])):
-        folder = partial_folder(partial)
-        return [
-            write(folder, name, {key: np.asarray(value) for key, value in tensors.items()})
-            for name, tensors in kinds
-        ]
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -79,6 +58,77 @@ def begin(directory: Path, step: int) -> Path:
     return directory / partial
 
 
+def _opened(partial: Path) -> Folder:
+    return Folder.named(partial.parent, create=False).enter(partial.name, create=False)
+
+
+class Writer:
+    """Writes one rank's files of a checkpoint into ``partial``, which ``begin`` has created.
+
+    After an error nothing more is written, but the rank continues to gather tensors with the
+    others, which wait for it; ``close`` raises the error.
+
+    Args:
+        partial: directory of the new checkpoint.
+        step: number of its step.
+        files: names of the files by kind; none: nothing is written.
+        pieces: pieces that will be written, in this order.
+    """
+
+    def __init__(
+        self, partial: Path, step: int, files: Mapping[str, str], pieces: Sequence[Piece]
+    ) -> None:
+        self._directory, self._step = partial.parent, step
+        self._error: HvdtrainError | None = None
+        self._files: dict[str, TensorFile] = {}
+        self._layouts: dict[str, dict[str, ArraySpec]] = {kind: {} for kind in files}
+        for piece in pieces:
+            self._layouts[piece.kind][piece.name] = piece.layout
+        with self._noted():
+            for kind, name in files.items():
+                self._files[kind] = TensorFile(_opened(partial), name, self._layouts[kind])
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._error = not_written(self._directory, self._step, error)
+        except HvdtrainError as error:
+            self._error = error
+
+    def write(self, piece: Piece, array: np.ndarray[Any, Any]) -> None:
+        """Append a tensor to the file of its kind."""
+        if self._error:
+            return
+        with self._noted():
+            if not_finite({piece.name: array}, infinite=piece.infinite):
+                raise TrainingError(
+                    f"{piece.name} is not finite after step {self._step}: nothing was saved; the "
+                    "checkpoints on disk are older"
+                )
+            self._files[piece.kind].write(piece.name, array)
+
+    def close(self) -> list[Written]:
+        """Flush the files to disk, and return their contents' names and sizes.
+
+        Raises:
+            CheckpointError: they cannot be written, e.g. the disk is full.
+            TrainingError: a tensor is not finite.
+        """
+        written = []
+        for kind, file in self._files.items():
+            if self._error:
+                file.abandon()
+                continue
+            with self._noted():
+                sizes = {name: layout.nbytes for name, layout in self._layouts[kind].items()}
+                written.append(Written(file.name, file.close(), sizes))
+        if self._error:
+            raise self._error
+        return written
+
+
 def final_path(partial: Path) -> Path:
     """Return the path that ``commit`` gives the checkpoint in ``partial``."""
     return partial.with_name(partial.name.removeprefix(PARTIAL))
@@ -92,7 +142,7 @@ def commit(partial: Path, files: list[Written], state: State) -> Path:
     """
     directory, final = partial.parent, final_path(partial)
     with cleared(directory, int(state["step"])):
-        seal(partial_folder(partial), files, state)
+        seal(_opened(partial), files, state)
         folder = Folder.named(directory, create=False)
         folder.rename(partial.name, final.name)
         os.fsync(folder.handle)

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import safetensors
 from xxhash import xxh3_128
 
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.tensor_file import ArraySpec, Stored, TensorFile, stored
+from hvdtrain.steps.tensor_file import ArraySpec, Stored, stored
 from hvdtrain.system.files import file_digest, read_regular
 from hvdtrain.system.folder import Folder
 
@@ -39,6 +39,7 @@ counters, and ``metrics`` of the last evaluation (or null)."""
 
 FORMAT = 2  # 1, of hvdtrain 0.1.0, has SHA-256 digests
 MODEL_FILE, TRAINING_FILE, STATE_FILE = "model.safetensors", "training.safetensors", "state.json"
+OF_OPTIMIZER = " of the optimizer"  # follows the names of its state in messages
 # Errors of reading a file that may be damaged or malicious.
 DAMAGE = (
     OSError,
@@ -67,6 +68,40 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A tensor of the state of a training, as it is written to a checkpoint.
+
+    Attributes:
+        kind: ``MODEL_FILE`` or ``TRAINING_FILE``.
+        name: name in that file.
+        layout: layout of the whole tensor.
+        fetch: function that returns the whole tensor, or an array of it, on its owner, and on
+            other ranks if they have it; all ranks that have the piece call it together.
+        owner: the rank that writes it.
+        infinite: whether it may contain infinities.
+        replicated: whether all ranks have it, equal after each update.
+    """
+
+    kind: str
+    name: str
+    layout: ArraySpec
+    fetch: Callable[[], Any]
+    owner: int = 0
+    infinite: bool = False
+    replicated: bool = False
+
+    @property
+    def order(self) -> tuple[str, int, str]:
+        """Sort key of pieces: large elements first, so that all are aligned in the file."""
+        return self.kind, -self.layout.dtype.itemsize, self.name
+
+    @property
+    def label(self) -> str:
+        """Name in messages."""
+        return self.name if self.kind == MODEL_FILE else f"{self.name}{OF_OPTIMIZER}"
+
+
+@dataclass(frozen=True)
 class Written:
     """A tensor file of a checkpoint that is being written."""
 
@@ -91,15 +126,6 @@ def _index(files: list[Written]) -> bytes:
     total = sum(size for file in files for size in file.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_names.items()))}
     return json.dumps(index, indent=1).encode()
-
-
-def write(folder: Folder, name: str, arrays: Arrays) -> Written:
-    """Write ``arrays`` to a new file, types with large elements first for alignment."""
-    ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    file = TensorFile(folder, name, {key: ArraySpec.of(value) for key, value in ordered.items()})
-    for key, value in ordered.items():
-        file.write(key, value)
-    return Written(name, file.close(), {key: array.nbytes for key, array in arrays.items()})
 
 
 def check_keys(value: Any) -> None:

@@ -79,7 +79,8 @@ from hvdtrain.commands.data_fetch.fetch import Fetch
 from hvdtrain.commands.pack.packing import Packing
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.steps import checkpoint
-from hvdtrain.steps.checkpoint_files import Checkpoint
+from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Piece
+from hvdtrain.steps.tensor_file import ArraySpec
 from hvdtrain.training.staging import Copy
 
 home, shared, (owner, name) = Path(sys.argv[1]), Path(sys.argv[2]), eval(sys.argv[3])
@@ -91,9 +92,12 @@ def paused(*arguments):
     return original(*arguments)
 
 def save(folder, step):
-    saved = Checkpoint({"w": np.ones(2)}, {}, {"step": step, "metrics": None})
+    w = Piece(MODEL_FILE, "w", ArraySpec(np.dtype("f8"), (2,)), lambda: None)
     partial = checkpoint.begin(folder, step)
-    done = checkpoint.commit(partial, checkpoint.write_files(partial, saved), saved.state)
+    files = {kind: kind for kind in (MODEL_FILE, TRAINING_FILE)}
+    writer = checkpoint.Writer(partial, step, files, [w])
+    writer.write(w, np.ones(2))
+    done = checkpoint.commit(partial, writer.close(), {"step": step, "metrics": None})
     checkpoint.prune(folder, 1, done.name)
 """
 # Where the user's process waits, what it does, what is swapped meanwhile, and the links then in it.
@@ -115,7 +119,7 @@ copy.thread.start()
 copy.thread.join()
 copy.raise_error()
 """
-SAVE = "checkpoint.write_files = paused\nsave(shared, 4)"
+SAVE = "checkpoint.Writer = paused\nsave(shared, 4)"
 SAVE_AGAIN = 'save(shared / "ck", 2)\ncheckpoint.begin = paused\nsave(shared / "ck", 4)'
 TARS = ("train-000000.tar", "train-000000.tar.new", "train-000000.tar.part", "../index.safetensors")
 FILES = ("model.safetensors", "training.safetensors", "state.json")
@@ -123,7 +127,7 @@ CASES = {
     "data-fetch": ("Fetch, '_check'", FETCH, ".data-fetch", ("mnist/a.gz.json", "mnist/a.gz")),
     "pack": ("Packing, '_write_tar'", PACK, ".pack", TARS),
     "stage": ("Copy, '_fetch'", STAGE, "data-*", (*TARS[:3], "index.safetensors.part")),
-    "partial": ("checkpoint, 'write_files'", SAVE, ".partial-*", FILES),
+    "partial": ("checkpoint, 'Writer'", SAVE, ".partial-*", FILES),
     "checkpoints": ("checkpoint, 'begin'", SAVE_AGAIN, "ck", ()),
 }
 ATTACK = """

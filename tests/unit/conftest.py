@@ -155,11 +155,11 @@ def on_ranks() -> OnRanks:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The writing thread stands still until this is set, as if the disk were slow."""
-    opened, write = threading.Event(), checkpoints.write_files
+    opened, writer = threading.Event(), checkpoints.Writer
 
     def late(*arguments: Any) -> Any:
         assert opened.wait(60)
-        return write(*arguments)
+        return writer(*arguments)
 
-    monkeypatch.setattr(checkpoints, "write_files", late)
+    monkeypatch.setattr(checkpoints, "Writer", late)
     return opened

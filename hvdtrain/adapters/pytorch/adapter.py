@@ -26,11 +26,9 @@ from hvdtrain.adapters.profiler import RANK, STEP, Profiler, rank_facts
 from hvdtrain.adapters.pytorch import batchnorm, elementwise
 from hvdtrain.adapters.pytorch.loader import TorchShards
 from hvdtrain.adapters.state_view import (
-    OPTIONS,
     Groups,
     HostCopies,
     StateView,
-    Take,
     check_names,
     compare,
     digests_of,
@@ -64,10 +62,6 @@ class TensorCopies(HostCopies):
         self._locked = device.type != accelerator.CPU
 
     @override
-    def layout_of(self, value: Any) -> ArraySpec:
-        return layout_of(value) if isinstance(value, torch.Tensor) else super().layout_of(value)
-
-    @override
     def nbytes(self, layout: ArraySpec) -> int:
         size = super().nbytes(layout)
         # PyTorch's allocator of page-locked memory rounds to a power of two.
@@ -82,10 +76,7 @@ class TensorCopies(HostCopies):
 
     @override
     def fill(self, copy: np.ndarray[Any, Any], value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            torch.from_numpy(copy).copy_(value.detach(), non_blocking=True)
-        else:
-            super().fill(copy, value)
+        torch.from_numpy(copy).copy_(value, non_blocking=True)
 
     @override
     def finish(self) -> None:
@@ -98,28 +89,16 @@ class TorchView(StateView):
 
     adapter: PyTorchAdapter
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers (no copies), by their names in a checkpoint."""
-        tensors = dict(unwrapped(self.model).state_dict(keep_vars=True))
-        check_saved(tensors)
-        return tensors
+    @override
+    def tensors(self, optimizer: Any = None) -> dict[str, dict[str, torch.Tensor]]:
+        model = dict(unwrapped(self.model).state_dict(keep_vars=True))
+        check_saved(model)
+        return {MODEL_FILE: model, TRAINING_FILE: optimizer_tensors(optimizer)}
 
     @override
     def trained_names(self) -> set[str]:
         named = unwrapped(self.model).named_parameters()
         return {name for name, value in named if value.requires_grad}
-
-    @override
-    def export(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
-        take = take or (lambda _kind, _name, tensor: self.array(tensor))
-        model, training = (
-            {name: take(kind, name, self.whole(value)) for name, value in tensors.items()}
-            for kind, tensors in (
-                (MODEL_FILE, self.tensors()),
-                (TRAINING_FILE, optimizer_tensors(optimizer)),
-            )
-        )
-        return Checkpoint(model, training, {OPTIONS: self.options(optimizer)})
 
     @override
     def options(self, optimizer: Any) -> Groups:
@@ -147,16 +126,21 @@ class TorchView(StateView):
                     group[name] = tuple(value) if isinstance(value, list) else value
 
     @override
-    def array(self, tensor: Any) -> np.ndarray[Any, Any]:
-        return array_of(tensor)
+    def layout(self, tensor: torch.Tensor) -> ArraySpec:
+        # Of the whole tensor, of which this rank may hold only a part.
+        return ArraySpec(torch.empty(0, dtype=tensor.dtype).numpy().dtype, tuple(tensor.shape))
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the whole of a tensor of the state, for ``export``."""
-        return tensor
+    @override
+    def array(self, tensor: Any) -> np.ndarray[Any, Any]:
+        return array_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
+
+    @override
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()  # an accelerator copies it itself
 
     @override
     def broadcast(self, optimizer: Any) -> str:
-        saved = {id(value) for value in self.tensors().values()}
+        saved = {id(value) for value in self.tensors()[MODEL_FILE].values()}
         buffers = unwrapped(self.model).named_buffers()
         if unsaved := {name: value for name, value in buffers if id(value) not in saved}:
             self.send(unsaved)
@@ -179,7 +163,7 @@ class TorchView(StateView):
 
     @override
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
-        tensors = self.tensors()
+        tensors = self.tensors()[MODEL_FILE]
         source = state.path or "the state of rank 0"
         check_names(tensors, state.model, f"{source} is not of this model")
         with torch.no_grad():
@@ -292,7 +276,7 @@ class PyTorchAdapter(CommonAdapter):
 
     @override
     def check_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for name, value in TorchView(self, model).tensors().items():
+        for name, value in TorchView(self, model).tensors()[MODEL_FILE].items():
             if value.dtype == torch.complex128:  # buffers that are not saved may be
                 raise UsageError(
                     f"{name} of the model is complex128, which safetensors, and so a checkpoint, "
@@ -363,7 +347,8 @@ class PyTorchAdapter(CommonAdapter):
 
     def state_of_root(self, optimizer: torch.optim.Optimizer) -> Checkpoint:
         """Return rank 0's whole state of an ``optimizer`` that is not sharded yet."""
-        arrays = {name: array_of(value) for name, value in optimizer_tensors(optimizer).items()}
+        mine = optimizer_tensors(optimizer if self.communicator.is_root else None)
+        arrays = {name: array_of(value) for name, value in mine.items()}
         return Checkpoint({}, self.communicator.broadcast_arrays(arrays))
 
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
@@ -390,11 +375,6 @@ class PyTorchAdapter(CommonAdapter):
     @override
     def start_profiler(self) -> Profiler:
         return TorchProfiler(rank_facts(self.world, self.name))
-
-
-def layout_of(value: torch.Tensor) -> ArraySpec:
-    """Return the layout of the whole tensor, of which this rank may hold only a part."""
-    return ArraySpec(torch.empty(0, dtype=value.dtype).numpy().dtype, tuple(value.shape))
 
 
 def check_saved(tensors: Mapping[str, Any]) -> None:

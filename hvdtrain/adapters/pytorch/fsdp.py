@@ -13,11 +13,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,17 +26,9 @@ from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners
 from hvdtrain.adapters.pytorch import numbers
-from hvdtrain.adapters.pytorch.adapter import (
-    TorchView,
-    array_of,
-    layout_of,
-    optimizer_tensors,
-    parameters_of,
-    tensor_of,
-)
+from hvdtrain.adapters.pytorch.adapter import TorchView, parameters_of, tensor_of
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums, make_dense, weigh
 from hvdtrain.adapters.pytorch.elementwise import ROWS
-from hvdtrain.adapters.pytorch.sharded import Piece, ShardedView
 from hvdtrain.adapters.pytorch.sums import (
     SIGNALS,
     STEP,
@@ -44,9 +37,9 @@ from hvdtrain.adapters.pytorch.sums import (
     fill,
     once_per_step,
 )
-from hvdtrain.adapters.state_view import OPTIONS, StateView, Take
+from hvdtrain.adapters.state_view import StateView
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
+from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Piece
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.runtime.exit import agreed as on_all_ranks
 from hvdtrain.system.runtime.waits import SUM
@@ -99,7 +92,7 @@ class FsdpAdapter(DdpAdapter):
         state = self.state_of_root(optimizer)  # e.g. that of Adagrad, which begins with one
         names = {id(value): name for name, value in model.named_parameters()}
         # After sharding no rank has them whole.
-        for value in TorchView(self, model).tensors().values():
+        for value in TorchView(self, model).tensors()[MODEL_FILE].values():
             if not value.is_contiguous():  # fully_shard takes no other
                 value.data = value.data.contiguous()
             dist.broadcast(value.detach(), src=0)
@@ -131,17 +124,15 @@ class FsdpAdapter(DdpAdapter):
         return values
 
 
-class RowsView(ShardedView):
+class RowsView(TorchView):
     """This rank's rows of each parameter and of its optimizer state."""
+
+    sharded = True
 
     @override
     def broadcast(self, optimizer: Any) -> str:
         # Step 5 has sent the parameters, and each rank has read its rows of a checkpoint.
         return self.send(dict(self.model.named_buffers()))
-
-    @override
-    def replicated(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
-        return Checkpoint({}, {}, {OPTIONS: self.options(optimizer)})  # each has other rows
 
     @override
     def set_tensor(self, tensor: torch.Tensor, saved: Any) -> None:
@@ -160,47 +151,43 @@ class RowsView(ShardedView):
     def _rows(self, like: torch.Tensor, stored: Any) -> torch.Tensor:
         """Return this rank's rows of the ``stored`` values of the whole tensor ``like``."""
         if isinstance(like, DTensor) and stored.shape == tuple(like.shape):
-            most = -(-stored.shape[0] // self.world.size)
-            first = min(self.world.rank * most, stored.shape[0])
+            world = self.adapter.world
+            most = -(-stored.shape[0] // world.size)
+            first = min(world.rank * most, stored.shape[0])
             stored = stored[first : min(first + most, stored.shape[0])]
         return tensor_of(stored)
 
     @override
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def array(self, tensor: Any) -> np.ndarray[Any, Any]:
+        return super().array(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
     @override
     def pieces(self, optimizer: Any) -> Iterator[Piece]:
-        tensors, trained = self.tensors(), self.trained_names()
-        sizes = [value.numel() * value.element_size() for value in tensors.values()]
-        ranks = balanced_owners(sizes, self.world.size)
-        owners = dict(zip(map(id, tensors.values()), ranks, strict=True))
-        for name, value in tensors.items():
-            infinite = name not in trained
-            yield self._piece(MODEL_FILE, name, value, owners[id(value)], infinite=infinite)
+        tensors = self.tensors(optimizer)
+        model, size = tensors[MODEL_FILE].values(), self.adapter.world.size
+        sizes = [value.numel() * value.element_size() for value in model]
+        owners = dict(zip(map(id, model), balanced_owners(sizes, size), strict=True))
         parameters = parameters_of(optimizer) if optimizer else []
-        for name, value in optimizer_tensors(optimizer).items():
-            owner = owners[id(parameters[int(name.partition("/")[0])])]
-            yield self._piece(TRAINING_FILE, name, value, owner)
+        for piece in super().pieces(optimizer):
+            value = like = tensors[piece.kind][piece.name]
+            if piece.kind == TRAINING_FILE:
+                like = parameters[int(piece.name.partition("/")[0])]
+            owner = owners[id(like)]
+            fetch = functools.partial(self._gather, value, owner)
+            yield replace(piece, owner=owner, fetch=fetch, replicated=False)
 
-    def _piece(
-        self, kind: str, name: str, value: torch.Tensor, owner: int, *, infinite: bool = False
-    ) -> Piece:
-        fetch = functools.partial(self._gather, value, owner)
-        return Piece(kind, name, layout_of(value), owner, fetch, infinite)
-
-    def _gather(self, value: torch.Tensor, owner: int) -> NDArray[Any] | None:
+    def _gather(self, value: torch.Tensor, owner: int) -> torch.Tensor | None:
         """Return the whole tensor on its owner; all ranks must call it, also if not sharded."""
-        local = _local(value).detach().cpu()
+        world, local = self.adapter.world, _local(value).detach().cpu()
+        here = owner == world.rank
         if not isinstance(value, DTensor):
-            return array_of(local) if owner == self.world.rank else None
-        most = -(-value.shape[0] // self.world.size)
+            return local if here else None
+        most = -(-value.shape[0] // world.size)
         padded = local.new_zeros(most, *value.shape[1:])
         padded[: len(local)] = local
-        here = owner == self.world.rank
-        parts = [torch.empty_like(padded) for _ in range(self.world.size)] if here else None
+        parts = [torch.empty_like(padded) for _ in range(world.size)] if here else None
         dist.gather(padded, parts, dst=owner)
-        return array_of(torch.cat(parts)[: value.shape[0]]) if parts else None
+        return torch.cat(parts)[: value.shape[0]] if parts else None
 
 
 class Communication(ModelSums):

@@ -18,19 +18,13 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.adapters.partition import balanced_owners, buckets
-from hvdtrain.adapters.pytorch.adapter import (
-    layout_of,
-    optimizer_tensors,
-    parameters_of,
-    tensor_of,
-)
+from hvdtrain.adapters.pytorch.adapter import TorchView, parameters_of, tensor_of
 from hvdtrain.adapters.pytorch.ddp import DdpAdapter, WeightedDdp
 from hvdtrain.adapters.pytorch.elementwise import PARAMETERS
-from hvdtrain.adapters.pytorch.sharded import Piece, ShardedView
 from hvdtrain.adapters.pytorch.sums import once_per_step
-from hvdtrain.adapters.state_view import OPTIONS, StateView, Take
+from hvdtrain.adapters.state_view import StateView
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Checkpoint
+from hvdtrain.steps.checkpoint_files import MODEL_FILE, Piece
 from hvdtrain.system.runtime.waits import SUM
 
 
@@ -64,8 +58,10 @@ class ZeroAdapter(DdpAdapter):
             share.send()
 
 
-class ShareView(ShardedView):
+class ShareView(TorchView):
     """The whole model, and the optimizer state of this rank's share."""
+
+    sharded = True
 
     def __init__(self, adapter: ZeroAdapter, model: Any, share: Share) -> None:
         super().__init__(adapter, model)
@@ -76,24 +72,18 @@ class ShareView(ShardedView):
         return super().broadcast(None)
 
     @override
-    def replicated(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
-        state = {OPTIONS: self.options(optimizer)}
-        return replace(super().replicated(None, take), state=state)
-
-    @override
     def optimizer_state(self, index: int, parameter: Any, saved: Any) -> torch.Tensor | None:
         return tensor_of(saved) if index in self.share.mine else None
 
     @override
     def pieces(self, optimizer: Any) -> Iterator[Piece]:
         owners = dict(zip(map(id, self.share.parameters), self.share.owners, strict=True))
-        rank, trained = self.world.rank, self.trained_names()
-        for name, value in self.tensors().items():
-            if owners.get(id(value), 0) == rank:
-                infinite = name not in trained
-                yield Piece(MODEL_FILE, name, layout_of(value), rank, value.detach, infinite)
-        for name, value in optimizer_tensors(optimizer).items():
-            yield Piece(TRAINING_FILE, name, layout_of(value), rank, value.detach)
+        model = self.tensors()[MODEL_FILE]
+        for piece in super().pieces(optimizer):
+            if piece.kind == MODEL_FILE:
+                yield replace(piece, owner=owners.get(id(model[piece.name]), 0))
+            else:
+                yield replace(piece, owner=self.adapter.world.rank, replicated=False)
 
 
 class Share:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.profiler import Profiler, rank_facts
-from hvdtrain.adapters.state_view import OPTIONS, Groups, StateView, Take, check_names
+from hvdtrain.adapters.state_view import Groups, StateView, check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import (
@@ -28,6 +28,7 @@ from hvdtrain.steps.checkpoint_files import (
     Checkpoint,
     Tensors,
 )
+from hvdtrain.steps.tensor_file import ArraySpec
 from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.machine.threads import local_cores, requested_threads
 from hvdtrain.system.output.text import plural
@@ -46,17 +47,18 @@ class KerasView(StateView):
         return {name for name, value in _named_weights(self.model).items() if id(value) in trained}
 
     @override
-    def export(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
-        take = take or (lambda _kind, _name, array: array)
+    def tensors(self, optimizer: Any = None) -> dict[str, Variables]:
         state = {} if optimizer is None else _named_state(self.model, optimizer)
-        model, training = (
-            {name: take(kind, name, np.asarray(value.numpy())) for name, value in variables.items()}
-            for kind, variables in (
-                (MODEL_FILE, _named_weights(self.model)),
-                (TRAINING_FILE, state),
-            )
-        )
-        return Checkpoint(model, training, {OPTIONS: self.options(optimizer)})
+        return {MODEL_FILE: _named_weights(self.model), TRAINING_FILE: state}
+
+    @override
+    def layout(self, tensor: Any) -> ArraySpec:
+        kind = np.dtype(tf.as_dtype(tensor.dtype).as_numpy_dtype)
+        return ArraySpec(kind, tuple(tensor.shape))
+
+    @override
+    def array(self, tensor: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(tensor if isinstance(tensor, np.ndarray) else tensor.numpy())
 
     @override
     def options(self, optimizer: Any) -> Groups:

@@ -14,7 +14,7 @@ import pytest
 
 from hvdtrain.adapters.common_adapter import CommonAdapter, Flags
 from hvdtrain.adapters.preflight import exchange
-from hvdtrain.adapters.state_view import StateView, Take
+from hvdtrain.adapters.state_view import StateView
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import integrity
@@ -32,14 +32,9 @@ class ArrayView(StateView):
     def trained_names(self) -> set[str]:
         return {"w"}
 
-    def export(self, optimizer: Any, take: Take | None = None) -> Checkpoint:
-        take = take or (lambda _kind, _name, array: array)
+    def tensors(self, optimizer: Any = None) -> dict[str, Arrays]:
         arrays = {**self.model["weights"], **self.model["running"]}  # no copies, as of PyTorch
-        model, training = (
-            {name: take(kind, name, value) for name, value in part.items()}
-            for kind, part in ((MODEL_FILE, arrays), (TRAINING_FILE, optimizer or {}))
-        )
-        return Checkpoint(model, training)
+        return {MODEL_FILE: arrays, TRAINING_FILE: optimizer or {}}
 
     def restore(self, optimizer: Any, state: Checkpoint) -> None:
         for part in ("weights", "running"):

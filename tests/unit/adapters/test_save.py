@@ -110,7 +110,7 @@ def test_a_second_save_waits_for_the_first(
         adapter, model, first = begun(communicator, tmp_path)
         gate.set()
         second = adapter.save_checkpoint(tmp_path, model, {}, state={"step": 2}, wait=False)
-        return first.is_over, second.result().name
+        return first.poll(), second.result().name
 
     assert on_ranks(2, act) == [(True, "step-000000002")] * 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001", "step-000000002"]
@@ -161,7 +161,7 @@ def test_without_memory_for_a_copy_the_training_waits(
 
     def act(communicator: Communicator) -> Any:
         adapter, model, save = begun(communicator, tmp_path)
-        over = save.is_over
+        over = save.status is not saves.Status.PENDING
         adapter.save_checkpoint(tmp_path, model, {}, state={"step": 2}, wait=False)
         return over
 
@@ -207,7 +207,7 @@ def test_a_save_that_cannot_begin_fails_when_it_is_waited_for(
 
     def act(communicator: Communicator) -> bool:
         _, _, save = begun(communicator, tmp_path / "file")
-        over = save.is_over
+        over = save.status is not saves.Status.PENDING
         with pytest.raises(CheckpointError, match="step 1 cannot be written"):
             save.result()
         return over
