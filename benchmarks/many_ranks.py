@@ -28,7 +28,9 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.single import SingleAdapter
+from hvdtrain.adapters.common_adapter import CommonAdapter
+from hvdtrain.adapters.pytorch.framework import PyTorch
+from hvdtrain.adapters.single import Single
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.config.options import Options
 from hvdtrain.steps.summary import Summary
@@ -60,8 +62,8 @@ class Peers(SingleRank):
         return [data.replace(mine, host) for host in hosts]
 
 
-class RankZero(SingleAdapter):
-    """The adapter of rank 0 of many."""
+class RankZero(Single):
+    """The strategy of rank 0 of many."""
 
     peers = 1
 
@@ -104,8 +106,8 @@ def start_and_save(ranks: int) -> NoReturn:
     environ = {"SIZE": ranks, "RANK": 0, "LOCAL_SIZE": PER_HOST, "LOCAL_RANK": 0}
     os.environ.update({f"OMPI_COMM_WORLD_{name}": str(value) for name, value in environ.items()})
     seconds: dict[str, float] = {}
-    adapter = RankZero()
-    adapter.peers = ranks
+    RankZero.peers = ranks
+    adapter = CommonAdapter(PyTorch, RankZero)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     task = WORKLOAD.build(MnistOptions(framework="pytorch", device="cpu"))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -137,7 +139,7 @@ def start_and_save(ranks: int) -> NoReturn:
     os._exit(0)  # its peers end with it, which the failure detector would report
 
 
-def start_peers(adapter: RankZero, hosts: int) -> Any:
+def start_peers(adapter: CommonAdapter, hosts: int) -> Any:
     """Start the process of the peers of the failure detector; return the pipe to it."""
     detector = adapter._detector
     assert detector

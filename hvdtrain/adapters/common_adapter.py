@@ -1,4 +1,4 @@
-"""Framework-free base of all adapters: steps 1, 3, 4, 5 and 8 over a communicator."""
+"""The adapter: the eight steps, with a framework and a strategy (steps 6 and 7: ``state.py``)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import atexit
 import logging
 import os
 import weakref
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from typing_extensions import override
 
 from hvdtrain.adapters import preflight
-from hvdtrain.adapters.profiler import Profiler
+from hvdtrain.adapters.framework import Flags, Framework, Profiler
 from hvdtrain.adapters.state import StateAdapter
-from hvdtrain.collectives.base import Communicator
+from hvdtrain.adapters.state_view import StateView
+from hvdtrain.adapters.strategy import BaseStrategy
 from hvdtrain.config.comm_options import CommOptions
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
@@ -28,10 +27,10 @@ from hvdtrain.steps.learning_rate import LearningRate, scale_factor
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.steps.world import World
 from hvdtrain.system.machine import gpus, network
-from hvdtrain.system.machine.gpus import GpuMeter
+from hvdtrain.system.machine.gpus import GpuMeter, gpu_of_rank
 from hvdtrain.system.machine.limits import peak_resident_bytes
 from hvdtrain.system.machine.threads import RankCores, agreed_threads, oversubscription, own_cpus
-from hvdtrain.system.output.text import rank_list
+from hvdtrain.system.output.text import plural, rank_list
 from hvdtrain.system.runtime import failure_detector
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import agreed, end_by_exceptions, process_status
@@ -41,137 +40,59 @@ from hvdtrain.system.runtime.waits import Waits, together
 
 log = logging.getLogger(__name__)
 
-
-class GradientSums(Protocol):
-    """Sums of the gradients of one optimizer over the ranks."""
-
-    @property
-    def blocked_seconds(self) -> float | None:
-        """Total seconds that this rank has waited for the sums; None: unknown."""
-
-    @property
-    def messages(self) -> dict[str, int] | None:
-        """``count`` and ``bytes`` of the messages of a step; None: unknown."""
-
-    @property
-    def flags(self) -> Flags:
-        """The flags of all ranks at the last step: whether any rank had set it."""
-
-
-class Flags(NamedTuple):
-    """What a rank sends with the gradients of each step; the sum is positive if any has set it."""
-
-    stop: bool  # it wants to stop
-    saving: bool  # it is still writing its part of a checkpoint
-
-
-@dataclass(frozen=True)
-class RankHooks:
-    """What the gradient sums of an optimizer need to know of their rank.
-
-    Attributes:
-        weight: factor of this rank's gradients in this pass; 0 replaces any value by zero.
-        flags: the flags of this rank.
-        summed: called with the sums of all ranks' flags, a tensor, after each sum.
-        waits: context of a wait for the other ranks, by the name of the call.
-        part: number of parts begun, which every rank counts alike.
-    """
-
-    weight: Callable[[], float]
-    flags: Callable[[], Flags] = lambda: Flags(stop=False, saving=False)
-    summed: Callable[[Any], None] = lambda flags: None
-    waits: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
-    part: Callable[[], int] = lambda: 0
+DEFAULTS = CommOptions()
 
 
 class CommonAdapter(StateAdapter):
-    """An adapter over a ``Communicator``; a framework adds devices, optimizer and state."""
+    """The eight steps over a ``Communicator``, with a framework and a strategy.
 
-    runtime: str
-    comm_options = CommOptions()
-    device: Any = "cpu"
+    Args:
+        framework: class of the framework.
+        strategy: class of the strategy.
+        comm_options: communication options.
+    """
+
     has_gpu = False
     meter: GpuMeter | None = None  # of this rank's GPU, since `pin_device`
     threads = 0  # number of CPU compute threads, since `pin_device`
-    collective_passes = False  # other ranks wait in this rank's forward and backward passes
-    evaluates_together = False  # all ranks make the same number of forward passes in evaluation
-    shards_class = Shards
-    shards_state = False  # each rank holds a part of the state and writes a file of a checkpoint
-    read_flags: Callable[[], Flags] | None = None  # of all ranks, if not the adapter sums gradients
+    read_flags: Callable[[], Flags] | None = None  # returns those of all ranks at the last step
     ranks: list[RankFacts]  # facts of all ranks, exchanged in step 1, by rank
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        framework: type[Framework],
+        strategy: type[BaseStrategy],
+        comm_options: CommOptions = DEFAULTS,
+    ) -> None:
         super().__init__()
+        self.framework, self.strategy = framework(), strategy(self)
+        self.name, self.comm_options = strategy.name, comm_options
+        self.device: Any = self.framework.cpu
+        self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # that are trained
+        self.shards: Shards | None = None  # from which the last part was drawn
+        self.parts_begun = 0  # which every rank counts alike
         self._detector: failure_detector.FailureDetector | None = None
-        self._shards: Shards | None = None  # from which the last part was drawn
         self._distributed: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
-        self.parts_begun = 0
 
     def __getattr__(self, name: str) -> Any:
         if name in ("world", "communicator", "ranks"):
             raise UsageError("call initialize() first (step 1): the adapter is not connected")
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
-    # Implemented by a framework or a strategy
+    @override
+    def view(self, model: Any, optimizer: Any = None) -> StateView:
+        return self.strategy.view(model, optimizer)
 
-    @abstractmethod
-    def connect(self) -> Communicator:
-        """Start the runtime and return its collectives."""
-
-    def synchronize_batchnorm(self, task: Any) -> None:
-        """Make the BatchNorm layers of the model use the statistics of the global batch."""
-
-    def make_deterministic(self) -> None:
-        """Select algorithms that are bit-reproducible from run to run, even if slower."""
-
-    def compile(self, task: Any) -> None:
-        """Compile the task's model to kernels of the framework."""
-        task.compile()
-
-    def use_tf32(self, wanted: bool) -> None:
-        """Enable or disable TF32 for fp32 multiplications on a GPU."""
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients locally in PyTorch's backward passes within the block."""
+        return self.strategy.no_sync()
 
     def start_profiler(self) -> Profiler:
         """Start the framework's profiler on this rank."""
-        raise NotImplementedError(f"{self.name} has no profiler")
-
-    @property
-    def gradient_sums(self) -> Sequence[GradientSums]:
-        """Gradient sums, one per optimizer that is distributed over several ranks."""
-        return ()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients locally in PyTorch's backward passes within the block.
-
-        The next pass outside of it sums the accumulated gradients over the ranks. Ranks may make
-        different numbers of passes within.
-        """
-        return nullcontext()
-
-    def share_weights(self) -> None:
-        """Send the weights of this rank's share to the others, if they have them, too."""
-
-    def sum_shards(self, values: Any) -> Any:
-        """Return the sum over the ranks of per-shard results, e.g. squared norms.
-
-        If they are not sharded, each rank has the whole result, and ``values`` is returned.
-        """
-        return values
-
-    def check_state(self, model: Any, optimizer: Any) -> None:
-        """Raise ``UsageError``, in step 5, if the two cannot be trained, sent or saved."""
-
-    def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Return both, made to sum gradients over the ranks (two or more)."""
-        raise NotImplementedError(f"{self.name} is for one process")
-
-    def start_timeline(self, file: str) -> None:
-        """Start recording Horovod's activity in ``file``, on rank 0; all ranks must call it."""
-        raise NotImplementedError(f"{self.name} has no timeline")
-
-    def stop_timeline(self) -> None:
-        """Stop recording, and complete the file."""
-        raise NotImplementedError(f"{self.name} has no timeline")
+        rank, size = self.world.rank, self.world.size  # as torch.distributed has them
+        return self.framework.start_profiler(
+            {"backend": self.name, "rank": rank, "world_size": size}
+        )
 
     # Results of the gradient sums
 
@@ -188,10 +109,7 @@ class CommonAdapter(StateAdapter):
         """
         if self.read_flags:
             return self.read_flags()
-        if not self.gradient_sums:
-            return Flags(self.stop_wanted, saving=self.is_saving or self.world.size > 1)
-        agreed = [optimizer.flags for optimizer in self.gradient_sums]
-        return Flags(*map(any, zip(*agreed, strict=True)))
+        return Flags(self.stop_wanted, saving=self.is_saving or self.world.size > 1)
 
     @property
     @override
@@ -203,7 +121,7 @@ class CommonAdapter(StateAdapter):
         """Total seconds that this rank has waited for sums of gradients; None: unknown."""
         if self.world.size == 1:
             return 0.0
-        waits = [sums.blocked_seconds for sums in self.gradient_sums]
+        waits = [sums.blocked_seconds for sums in self.strategy.gradient_sums]
         # With a GPU, the wait for the sums includes the wait for its computation.
         unknown = self.has_gpu or not waits or None in waits
         return None if unknown else sum(wait or 0.0 for wait in waits)
@@ -214,7 +132,7 @@ class CommonAdapter(StateAdapter):
 
         None if nothing is summed, or if they are unknown.
         """
-        messages = (Counter(sums.messages) for sums in self.gradient_sums if sums.messages)
+        messages = (Counter(sums.messages) for sums in self.strategy.gradient_sums if sums.messages)
         return dict(sum(messages, Counter())) or None
 
     @property
@@ -223,7 +141,7 @@ class CommonAdapter(StateAdapter):
 
         On a GPU, the framework counts the memory of its tensors.
         """
-        return peak_resident_bytes()
+        return self.framework.peak_memory(self.device) if self.has_gpu else peak_resident_bytes()
 
     # The steps
 
@@ -231,15 +149,15 @@ class CommonAdapter(StateAdapter):
     def initialize(self, *, short_steps: bool = False) -> World:
         end_with_launcher()
         launch = detect(os.environ)
-        strategy = STRATEGIES[self.name]
         if launch.size > 1:
-            set_defaults(strategy.variables(os.environ, short_steps=short_steps))
+            variables = STRATEGIES[self.name].variables(os.environ, short_steps=short_steps)
+            set_defaults(variables)
         preflight.check_libraries()
-        self.communicator = self.connect()
+        self.communicator = self.strategy.connect()
         process_status.disconnect.append(self.communicator.close)
         if self.communicator.size > 1:
             end_by_exceptions()
-        preflight.check_world(launch, self.communicator.size, self.runtime)
+        preflight.check_world(launch, self.communicator.size, self.strategy.runtime)
         self.ranks = preflight.exchange(self.communicator)
         rank, hosts = self.communicator.rank, [facts.host_id for facts in self.ranks]
         self.world = World(
@@ -249,6 +167,7 @@ class CommonAdapter(StateAdapter):
             local_size=hosts.count(hosts[rank]),
             host=self.ranks[rank].host,
             hosts=len(set(hosts)),
+            gpus_per_rank=self.strategy.gpus_per_rank,
         )
         if self._detector is None:
             local = {facts.host_id: facts.addresses for facts in self.ranks}
@@ -262,6 +181,23 @@ class CommonAdapter(StateAdapter):
                 self.waits.watch()
                 atexit.register(self.waits.finish)
         return self.world
+
+    @override
+    def pin_device(self) -> str:
+        count = self.framework.gpus()
+        index = gpu_of_rank(self.world.local_rank, count)
+        name = self.framework.gpu_name(index) if count else "cpu"
+        self.check_devices(name, index, count)
+        if not count:
+            self.threads = self.framework.use_threads(self.cpu_threads)
+            self.check_threads()
+            return f"cpu, {plural(self.threads, 'thread')}"
+        self.has_gpu = True
+        self.device, label = self.framework.use_gpu(index)
+        if self.world.devices > self.world.size:
+            self.meter = None  # of one GPU
+            return f"{plural(self.world.devices, 'GPU')} ({name} first)"
+        return f"{label} ({name})"
 
     def cpu_threads(self) -> int:
         """Return this rank's share of the cores of its host, or the user's OMP_NUM_THREADS."""
@@ -304,22 +240,24 @@ class CommonAdapter(StateAdapter):
                     )
                 )
         rank, size = self.world.rank, self.world.size
-        self._shards = self.shards_class(
+        self.shards = self.framework.shards(
             samples, global_batch, seed, rank, size, on_begin=self.begin_part
         )
-        self._shards.on_end = lambda: self.leave_out(False)
-        return self._shards
+        self.shards.on_end = lambda: self.leave_out(False)
+        return self.shards
 
     def begin_part(self, shards: Shards, part: Part) -> None:
         """Set ``part`` of ``shards`` as the one that the next gradients are computed on."""
-        self._shards = shards
+        self.shards = shards
         self.parts_begun += 1
         self.samples_seen += part.count
         self.rank_buffers = {}  # also if this rank has only a stand-in: the others have samples
         self.leave_out(part.stand_in)
+        self.strategy.begin_part(shards, part)
 
-    def leave_out(self, stand_in: bool) -> None:
+    def leave_out(self, stand_in: Any) -> None:
         """Leave the samples of the next passes out of the statistics if they are stand-ins."""
+        self.framework.leave_out(self.models, stand_in)
 
     @property
     def samples_seen(self) -> int:
@@ -339,7 +277,7 @@ class CommonAdapter(StateAdapter):
         Raises:
             UsageError: there are shards, but the current part is ambiguous.
         """
-        return self._shards.use() if self._shards else None
+        return self.shards.use() if self.shards else None
 
     @property
     def part_weight(self) -> float:
@@ -356,14 +294,17 @@ class CommonAdapter(StateAdapter):
                 "model, optimizer = hvd.distribute_optimizer(model, optimizer)"
             )
         self.check_trained(model, optimizer)
-        self.check_state(model, optimizer)
+        several = self.world.devices > 1
+        if several:
+            self.strategy.check(model, optimizer)
+        self.framework.prepare(self, model, optimizer)
         if optimizer in self._distributed:
             raise UsageError("distribute_optimizer: this optimizer is distributed already")
         self.send_options(self.view(model), optimizer)  # step 6 may be called without optimizer
-        several = self.world.devices > 1
-        distributed = self.distribute(model, optimizer) if several else (model, optimizer)
+        both = self.strategy.distribute(model, optimizer) if several else (model, optimizer)
         self._distributed.add(optimizer)  # only now: after an error the call may be repeated
-        return distributed
+        self.models.add(model)
+        return both
 
     @override
     def scale_learning_rate(

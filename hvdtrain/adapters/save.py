@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hvdtrain.adapters.state_view import DIFFERENT, Connected, Contribution, compare
+from hvdtrain.adapters.digests import DIFFERENT, compare
+from hvdtrain.adapters.state_view import Connected, Contribution
 from hvdtrain.errors import CheckpointError, HvdtrainError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import State, Written

@@ -9,7 +9,9 @@ from collections.abc import Collection, Mapping
 
 from packaging.version import Version
 
-from hvdtrain.adapters.common_adapter import CommonAdapter
+from hvdtrain.adapters.common_adapter import DEFAULTS, CommonAdapter
+from hvdtrain.adapters.framework import Framework
+from hvdtrain.adapters.strategy import BaseStrategy
 from hvdtrain.config.checks import check, of_strategy
 from hvdtrain.config.comm_options import CommOptions
 from hvdtrain.config.declare import REMOVED
@@ -20,7 +22,6 @@ from hvdtrain.system.runtime.detect import LaunchInfo, detect
 
 log = logging.getLogger(__name__)
 
-DEFAULTS = CommOptions()
 TITLES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
@@ -62,21 +63,19 @@ def adapter(
     if framework in record.oldest:  # only then: TensorFlow's package has several names
         check_version(record, framework, importlib.metadata.version(PACKAGES[framework]))
     check(of_strategy(record, framework, launch, comm_options.compression))
-    selected = _load(record, framework)
-    selected.comm_options = comm_options
-    return selected
+    return CommonAdapter(*_load(record, framework), comm_options)
 
 
-def _load(record: Strategy, framework: str) -> CommonAdapter:
-    """Import the adapter of a strategy, and thereby the strategy's library."""
+def _load(record: Strategy, framework: str) -> tuple[type[Framework], type[BaseStrategy]]:
+    """Import the classes of framework and strategy, and thereby their libraries."""
     module, _, name = record.adapters[framework].partition(":")
     try:
-        importlib.import_module(f"{module.rpartition('.')[0]}.adapter")
+        imported = importlib.import_module(f"hvdtrain.adapters.{framework}.framework")
     except Exception as error:
         where = f"{find_module(PACKAGES[framework])}: {' '.join(str(error).split())}"
         raise UsageError(f"{TITLES[framework]} cannot be imported: {where}") from error
     try:
-        loaded: CommonAdapter = getattr(importlib.import_module(module), name)()
+        return imported.FRAMEWORK, getattr(importlib.import_module(module), name)
     except UsageError:
         raise
     except Exception as error:  # ImportError from PyTorch, a class of its own from TensorFlow
@@ -88,7 +87,6 @@ def _load(record: Strategy, framework: str) -> CommonAdapter:
             f"another MPI, torch or TensorFlow. {record.remedy.capitalize()}; "
             "`hvdtrain doctor` shows what differs"
         ) from error
-    return loaded
 
 
 def check_version(record: Strategy, framework: str, version: str) -> None:

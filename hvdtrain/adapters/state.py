@@ -18,6 +18,8 @@ from typing import Any
 from typing_extensions import override
 
 from hvdtrain.adapters.base import Adapter, JsonValues
+from hvdtrain.adapters.digests import OPTIONS, Groups, compare
+from hvdtrain.adapters.framework import Framework
 from hvdtrain.adapters.rank_buffers import (
     buffers_of_rank,
     different_buffers,
@@ -25,13 +27,7 @@ from hvdtrain.adapters.rank_buffers import (
     mean_buffers,
 )
 from hvdtrain.adapters.save import Save, Status
-from hvdtrain.adapters.state_view import (
-    OPTIONS,
-    Groups,
-    HostCopies,
-    StateView,
-    compare,
-)
+from hvdtrain.adapters.state_view import HostCopies, StateView
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -51,8 +47,7 @@ class StateAdapter(Adapter):
 
     name: str  # of the strategy, as in --strategy
     communicator: Communicator
-    kinds: tuple[tuple[str, type], ...]  # name and class of the framework's models and optimizers
-    whole_view: type[StateView]  # of the framework's models
+    framework: Framework
     stop_wanted = False  # whether a stop was requested, e.g. by a signal
 
     def __init__(self) -> None:
@@ -66,9 +61,9 @@ class StateAdapter(Adapter):
         # Options of each optimizer at its step 5 or 6.
         self._initial_options: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
 
+    @abstractmethod
     def view(self, model: Any, optimizer: Any = None) -> StateView:
         """Return the view of the state; a strategy that shards it returns that of step 5."""
-        return self.whole_view(self, model)
 
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
         """Return the whole state as NumPy arrays by name: if it is sharded, to inspect a small one.
@@ -86,7 +81,7 @@ class StateAdapter(Adapter):
     def check_trained(self, model: Any, optimizer: Any) -> None:
         """Raise ``UsageError`` if ``model`` or ``optimizer`` is of another class."""
         for role, value, (name, kind) in zip(
-            ("model", "optimizer"), (model, optimizer), self.kinds, strict=True
+            ("model", "optimizer"), (model, optimizer), self.framework.kinds, strict=True
         ):
             if not isinstance(value, kind) and (role == "model" or value is not None):
                 raise UsageError(f"the {role} is a {type(value).__name__}, not a {name}")

@@ -25,7 +25,7 @@ class Strategy:
     name: str
     """Name, as in ``--strategy``."""
     adapters: Mapping[str, str]
-    """``module:class`` of the adapter, by framework."""
+    """``module:class`` of its implementation, by framework."""
     launchers: frozenset[str] = frozenset()
     """Supported launchers (names of ``runtime/detect``); empty: single process."""
     traffic: float = 2.0
@@ -65,7 +65,7 @@ class Strategy:
 
 DDP = Strategy(
     "ddp",
-    {"pytorch": "hvdtrain.adapters.pytorch.ddp:DdpAdapter"},
+    {"pytorch": "hvdtrain.adapters.pytorch.ddp:Ddp"},
     launchers=WITH_TORCHRUN,
     library="torch.distributed",
     oldest={"pytorch": "2.4"},
@@ -79,8 +79,8 @@ STRATEGIES = {
         Strategy(
             "horovod",
             {
-                "pytorch": "hvdtrain.adapters.pytorch.horovod:HorovodAdapter",
-                "tensorflow": "hvdtrain.adapters.tensorflow.horovod:HorovodAdapter",
+                "pytorch": "hvdtrain.adapters.pytorch.horovod:Horovod",
+                "tensorflow": "hvdtrain.adapters.tensorflow.horovod:Horovod",
             },
             launchers=WITHOUT_TORCHRUN,
             library="Horovod",
@@ -108,21 +108,21 @@ STRATEGIES = {
         replace(
             DDP,
             name="zero",
-            adapters={"pytorch": "hvdtrain.adapters.pytorch.zero:ZeroAdapter"},
+            adapters={"pytorch": "hvdtrain.adapters.pytorch.zero:Zero"},
             traffic=3.0,  # an allreduce, and each owner broadcasts its updated parameters
         ),
         replace(
             DDP,
             name="fsdp",
-            adapters={"pytorch": "hvdtrain.adapters.pytorch.fsdp:FsdpAdapter"},
+            adapters={"pytorch": "hvdtrain.adapters.pytorch.fsdp:Fsdp"},
             oldest={"pytorch": "2.9"},
             traffic=3.0,  # allgather before forward and backward pass, reduce-scatter of gradients
         ),
         Strategy(
             "mpi",
             {
-                "pytorch": "hvdtrain.adapters.pytorch.mpi:MpiAdapter",
-                "tensorflow": "hvdtrain.adapters.tensorflow.mpi:MpiAdapter",
+                "pytorch": "hvdtrain.adapters.pytorch.mpi:Mpi",
+                "tensorflow": "hvdtrain.adapters.tensorflow.mpi:Mpi",
             },
             launchers=WITHOUT_TORCHRUN,
             library="mpi4py",
@@ -134,13 +134,13 @@ STRATEGIES = {
         ),
         Strategy(
             "data-parallel",
-            {"pytorch": "hvdtrain.adapters.pytorch.data_parallel:DataParallelAdapter"},
+            {"pytorch": "hvdtrain.adapters.pytorch.data_parallel:DataParallel"},
         ),
         Strategy(
             "single",
             {
-                "pytorch": "hvdtrain.adapters.pytorch.single:SingleAdapter",
-                "tensorflow": "hvdtrain.adapters.tensorflow.single:SingleAdapter",
+                "pytorch": "hvdtrain.adapters.single:Single",
+                "tensorflow": "hvdtrain.adapters.single:Single",
             },
         ),
     )

@@ -18,7 +18,8 @@ import numpy as np
 from typing_extensions import override
 
 from hvdtrain.adapters.base import JsonValues
-from hvdtrain.adapters.common_adapter import CommonAdapter, Flags
+from hvdtrain.adapters.common_adapter import CommonAdapter
+from hvdtrain.adapters.framework import Flags
 from hvdtrain.adapters.preemption import Preemption
 from hvdtrain.adapters.save import Save
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError

@@ -19,7 +19,7 @@ import tensorflow as tf
 from packaging.version import Version
 from typing_extensions import override
 
-from hvdtrain.adapters.common_adapter import CommonAdapter, RankHooks
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.tensorflow.buckets import (
     Buckets,
     GradientReduction,
@@ -64,10 +64,7 @@ class StepSum(GradientReduction):
         self.compression, self.device = compression, device
         self.before_first: Callable[[], None] | None = None
         with tf.device("/CPU:0"):
-            hooks = RankHooks(
-                weight=self._fixed_weight, waits=lambda call: self.adapter.waits.during(call)
-            )
-            self.buckets = Buckets(name, self._reduce, hooks)
+            self.buckets = Buckets(name, self._reduce, session.adapter)
             self.samples = tf.Variable(0, dtype=tf.int64, trainable=False, name="samples")
             self.last = tf.Variable(0, dtype=tf.int64, trainable=False, name="last_samples")
             # Whether this rank's callbacks want to stop, and whether those of any rank do.
@@ -112,7 +109,7 @@ class StepSum(GradientReduction):
         return 1.0 / self.adapter.world.size if self.average else 1.0
 
     def _reduce(self, flat: Any, name: str) -> Any:
-        sum_tensor = self.adapter.sum_tensor
+        sum_tensor = self.adapter.strategy.sum_tensor
         with tf.device(self.device) if self.device else nullcontext():
             if self.compression is None:
                 return sum_tensor(flat, name)
@@ -163,7 +160,7 @@ def counted(reductions: Sequence[StepSum], count: Any) -> Iterator[Any]:
             traced.append(first.buckets.traced_calls)
         with tf.control_dependencies([mine]):
             first.buckets.begun.assign_add(1)
-        total = first.adapter.sum_tensor(tf.stack([mine, wanted]), f"{first.name}.samples")
+        total = first.adapter.strategy.sum_tensor(tf.stack([mine, wanted]), f"{first.name}.samples")
         with tf.control_dependencies([total]):
             first.buckets.done.assign_add(1)
         share = tf.math.divide_no_nan(mine, total[0])

@@ -88,7 +88,7 @@ class CheckpointManager:
             return TrainState()
         root = self.adapter.communicator.on_root
         root(lambda: self._occupy(directory))
-        if self.adapter.shards_state:
+        if self.adapter.strategy.shards_state:
             self._check_shared(directory)
         if mode == "never":
             root(lambda: checkpoints.set_aside(directory))

@@ -73,7 +73,7 @@ def evaluate(
     passes = world.size * task.options.accumulate_steps
     batch = max(1, EVALUATION_BATCH * global_batch // passes)
     loss, count = 0.0, 0
-    alike = adapter.evaluates_together
+    alike = adapter.strategy.evaluates_together
     parts = evaluation_parts(test.samples, batch, world.rank, world.size, alike=alike)
     moved(0, test.samples)
     with task.averaged_weights(), adapter.averaged_buffers(task.model):

@@ -347,7 +347,7 @@ class TrainingLoop:
             step_split=None if early else self.clock.step_split(self.adapter.communicator),
             gradient_messages=GradientMessages(**messages) if messages else None,
             parameter_norm=None
-            if early and self.adapter.shards_state
+            if early and self.adapter.strategy.shards_state
             else self.task.parameter_norm(),
             steps_skipped=self.now.skipped or None,
             saves=self.checkpoints.figures(self.shards.steps_per_epoch),

@@ -143,9 +143,9 @@ def _build(
     """Build the task, and check that its data is the same on all ranks."""
     check(of_device(options, gpu=adapter.has_gpu))
     filled_in = _filled_in(workload, options, plan, adapter)
-    adapter.use_tf32(options.tf32)
+    adapter.framework.use_tf32(options.tf32)
     if options.deterministic:
-        adapter.make_deterministic()
+        adapter.framework.make_deterministic()
     staged = ""
     if options.stage and options.data:
         data, staged = stage(adapter, options.data, options.stage)
@@ -155,14 +155,15 @@ def _build(
     check_data(adapter, task)
     if staged:
         task.notes = (*task.notes, staged)
-    task.collective_passes, task.leave_out = adapter.collective_passes, adapter.leave_out
-    task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
-    task.share_weights = adapter.share_weights
+    strategy = adapter.strategy
+    task.collective_passes, task.leave_out = strategy.collective_passes, adapter.leave_out
+    task.no_sync, task.sum_shards = strategy.no_sync, strategy.sum_shards
+    task.share_weights = strategy.share_weights
     if options.sync_batchnorm:
-        adapter.synchronize_batchnorm(task)
+        strategy.synchronize_batchnorm(task)
     if options.compile and not options.evaluates_only:
         terminal.status("compiling")
-        adapter.communicator.together(lambda: adapter.compile(task))
+        adapter.communicator.together(lambda: strategy.compile(task))
     return task
 
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.adapters.profiler import Profiler
+from hvdtrain.adapters.framework import Profiler
 from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.errors import UsageError
@@ -99,7 +99,7 @@ class TimelineWindow(_Window):
         """Start the timeline before the window's first step; ``step`` of them are done."""
         if self._horovods is None or not self._begins(step):
             return
-        self.adapter.start_timeline(self._horovods)
+        self.adapter.strategy.start_timeline(self._horovods)
         self._open, self.recorded = True, self.file
         # No rank continues before rank 0 records: the beginning of its step would be missing.
         self.adapter.communicator.gather(b"")
@@ -126,7 +126,7 @@ class TimelineWindow(_Window):
 
     def _stop(self) -> None:
         if self._open:
-            self.adapter.stop_timeline()
+            self.adapter.strategy.stop_timeline()
             self._open = False
 
 

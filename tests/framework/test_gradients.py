@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvdtrain.adapters.common_adapter import RankHooks
+from hvdtrain.adapters.framework import Flags
 from hvdtrain.steps.world import World
+from hvdtrain.system.runtime.waits import Waits
 
 SIZE = 16  # a parameter that fills its place in a bucket
+
+
+def rank(weight: float) -> Any:
+    """What the sums need of an adapter."""
+    flags = Flags(stop=False, saving=False)
+    return SimpleNamespace(part_weight=weight, flags=flags, waits=Waits(0, []), parts_begun=0)
 
 
 class LateSum:
@@ -46,7 +54,7 @@ def torch_step(mine: float, remote: float, weight: float = 0.25) -> tuple[Any, A
     parameter = torch.nn.Parameter(torch.zeros(SIZE))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     late = LateSum(torch.full((SIZE,), 8 * remote))
-    buckets = Buckets("test", optimizer, late, RankHooks(weight=lambda: weight))
+    buckets = Buckets("test", optimizer, late, rank(weight))
     scaler.scale((parameter * mine).sum()).backward()
     assert late.started == 0 and buckets.messages["count"] == 1
     return parameter, optimizer, scaler, late
@@ -87,7 +95,7 @@ def test_the_buckets_of_tensorflow_sum_and_weigh(traced: bool) -> None:
         seen.append(name)
         return flat + 1
 
-    buckets = Buckets("test", reduce, RankHooks(weight=lambda: 1.0))
+    buckets = Buckets("test", reduce, lambda: rank(1.0))
     variables = [tf.Variable(tf.zeros((2, 3))), tf.Variable(0.0), tf.Variable(tf.zeros(4))]
 
     def total() -> Any:

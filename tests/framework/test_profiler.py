@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.adapters.profiler import Profiler, rank_facts
+from hvdtrain.adapters.framework import Profiler
 from hvdtrain.steps.world import World
 
 WORLD = World(rank=1, size=2, local_rank=1, local_size=2, host="h", hosts=1)
-FACTS = rank_facts(WORLD, "horovod")
+FACTS = {"backend": "horovod", "rank": WORLD.rank, "world_size": WORLD.size}
 
 
 def started(framework: str) -> tuple[Profiler, Any]:
@@ -23,7 +23,7 @@ def started(framework: str) -> tuple[Profiler, Any]:
     values = np.ones((500, 500), np.float32)
     if framework == "pytorch":
         torch = pytest.importorskip("torch")
-        from hvdtrain.adapters.pytorch.adapter import TorchProfiler
+        from hvdtrain.adapters.pytorch.profiler import TorchProfiler
 
         tensor = torch.from_numpy(values)
         return TorchProfiler(FACTS), lambda: (tensor @ tensor).sum().item()

@@ -446,7 +446,7 @@ def test_a_loss_with_constants_of_the_precision_is_evaluated_in_tensorflow() -> 
 def test_a_batch_of_fewer_samples_than_passes_leaves_stand_ins_out_in_tensorflow() -> None:
     """An epoch's last batch may be so small: it makes all passes, but only samples count."""
     keras = pytest.importorskip("keras")
-    from hvdtrain.adapters.tensorflow.single import SingleAdapter
+    from hvdtrain.adapters.select import adapter as select_adapter
     from hvdtrain.tasks.training_step_tensorflow import InMemory, TFTask
 
     options = replace(Options(), precision="fp64", device="/CPU:0", weight_decay=0.0)
@@ -458,8 +458,8 @@ def test_a_batch_of_fewer_samples_than_passes_leaves_stand_ins_out_in_tensorflow
         model = keras.Sequential([keras.Input((3,), dtype="float64"), norm, dense])
         data = InMemory(x, y, "/CPU:0")
         task = TFTask(model, replace(options, accumulate_steps=passes), data, None)
-        adapter = SingleAdapter()
-        adapter._models.add(model)
+        adapter = select_adapter("tensorflow", "single", environ={})
+        adapter.models.add(model)
         task.leave_out = adapter.leave_out
         task.update(task.train.fetch(np.arange(2)), learning_rate=0.5, seed=0)
         assert task.not_finite is None

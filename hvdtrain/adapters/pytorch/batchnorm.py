@@ -16,13 +16,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain.adapters.framework import SumOverRanks
 from hvdtrain.steps.world import World
 
 log = logging.getLogger(__name__)
-
-SumOverRanks = Callable[[torch.Tensor, str], torch.Tensor]
-"""(values, name) -> their sum over all ranks; the name is the same on all ranks."""
-
 
 Weight = Callable[[], float]
 """The share of this rank's part in the global batch."""

@@ -17,32 +17,81 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from hvdtrain.adapters import partition
-from hvdtrain.adapters.common_adapter import Flags, RankHooks
-from hvdtrain.adapters.pytorch.adapter import IS_TRAINED, parameters_of
+from hvdtrain.adapters.framework import Rank
 from hvdtrain.adapters.pytorch.bucket import Bucket
+from hvdtrain.adapters.pytorch.framework import IS_TRAINED, parameters_of
 from hvdtrain.adapters.pytorch.sums import (
     STEP,
-    Sums,
-    agreed,
-    before_step,
+    TYPES,
+    GradientSums,
+    TorchStrategy,
     check,
     fill,
-    once_per_step,
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.waits import SUM
 
 
-class Buckets:
+class Sums(ABC):
+    """Asynchronous sums of buckets over all ranks, in place."""
+
+    in_order = False
+    """Whether the sums of different ranks are matched by the order of their start, not by name."""
+
+    @abstractmethod
+    def start(self, bucket: torch.Tensor, name: str) -> Any:
+        """Start summing ``bucket``, and return a handle."""
+
+    @abstractmethod
+    def wait(self, handle: Any) -> None:
+        """Wait until the bucket of ``handle`` holds the sum."""
+
+    def nbytes(self, bucket: torch.Tensor) -> int:
+        """Return the number of bytes sent for ``bucket``."""
+        return bucket.numel() * bucket.element_size()
+
+    def progress(self) -> None:  # noqa: B027 (most libraries have a thread for it)
+        """Progress the sums under way."""
+
+
+class Compressed(Sums):
+    """Sums of buckets in ``kind``: each gradient and each sum of two is rounded to it."""
+
+    def __init__(self, sums: Sums, kind: torch.dtype) -> None:
+        self.sums, self.kind, self.in_order = sums, kind, sums.in_order
+
+    @override
+    def start(self, bucket: torch.Tensor, name: str) -> Any:
+        sent = bucket.to(self.kind)
+        return self.sums.start(sent, name), sent, bucket
+
+    @override
+    def wait(self, handle: Any) -> None:
+        inner, sent, bucket = handle
+        self.sums.wait(inner)
+        bucket.copy_(sent)
+
+    @override
+    def progress(self) -> None:
+        self.sums.progress()
+
+    @override
+    def nbytes(self, bucket: torch.Tensor) -> int:
+        return bucket.numel() * self.kind.itemsize
+
+
+class Buckets(GradientSums):
     """All gradients of an optimizer, summed over the ranks by the end of each backward pass.
 
     So are those of the model's other parameters, which may be read too, e.g. by clipping. Frozen
@@ -55,7 +104,7 @@ class Buckets:
         name: name of the optimizer, the same on all ranks.
         optimizer: the optimizer whose gradients are summed.
         sums: sums over all ranks, used only for these buckets.
-        hooks: functions of this rank.
+        adapter: adapter of this rank.
         others_of: function that makes all other sums leave the optimizer's parameters to these,
             and returns the other parameters to sum.
     """
@@ -65,22 +114,21 @@ class Buckets:
         name: str,
         optimizer: torch.optim.Optimizer,
         sums: Sums,
-        hooks: RankHooks,
+        adapter: Rank,
         others_of: Callable[[Buckets], Sequence[torch.nn.Parameter]] = lambda buckets: (),
     ) -> None:
-        self.name, self.sums, self.hooks = name, sums, hooks
+        self.connect(adapter)
+        self.name, self.sums = name, sums
         self._others_of = others_of
         self.summing = True  # over the ranks; False: backward passes accumulate locally
-        self.blocked_seconds = 0.0  # total wait for sums
         self._running = False  # a backward pass runs
-        self._summed = False  # the gradients of the last pass, or those that were assigned
         self.replaced = False  # by those of another optimizer of the same parameters
         self._handles: list[RemovableHandle] = []
         self._nodes: list[Any] = []  # these references keep them, and the hooks on them, alive
         # Weak, so as not to keep a deleted optimizer alive.
         self.optimizer = weakref.ref(optimizer)
         self._sum_all(optimizer)
-        optimizer.register_step_pre_hook(once_per_step(self._before_step))
+        self.attach(optimizer)
         optimizer.synchronize = self.synchronize  # type: ignore[attr-defined]
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
         weakref.finalize(optimizer, self.release)
@@ -180,7 +228,7 @@ class Buckets:
     def _arrived(self, bucket: Bucket, index: int, _: torch.Tensor) -> None:
         if not self.summing:
             return
-        bucket.fill(index, self.hooks.weight)
+        bucket.fill(index, self._weight)
         if not bucket.missing:
             self._start_full()
         self.sums.progress()
@@ -198,65 +246,104 @@ class Buckets:
     def _finish(self) -> None:
         """Complete the sums of a backward pass."""
         self._running = False
-        self._sum(self.hooks.part() % STEP)
+        self._sum(self.adapter.parts_begun % STEP)
 
     def _sum(self, moment: int) -> None:
         """Sum all gradients as they are over the ranks, times the weights of their parts."""
         self._add_unfrozen()
         for bucket in self.buckets:
-            bucket.fill_missing(self.hooks.weight)
+            bucket.fill_missing(self._weight)
         late = any(bucket.late for bucket in self.buckets)
-        fill(self._last.signals, self.hooks.flags(), moment, late=late)
-        started = time.perf_counter()
-        with self.hooks.waits(SUM):
+        fill(self._last.signals, self.adapter.flags, moment, late=late)
+        with self.blocked(SUM):
             for bucket in self.buckets:
                 if bucket.handle is None:
                     bucket.handle = self.sums.start(bucket.flat, bucket.name)
             for bucket in self.buckets:
                 self.sums.wait(bucket.handle)
-        self.blocked_seconds += time.perf_counter() - started
-        self.hooks.summed(self._last.signals)
+        self.note_flags(self._last.signals)
         late = check(self._last.signals)
         for bucket in self.buckets:
             bucket.close()
-        self._summed = True
+        self.mark_summed()
         if late:
             self._sum(STEP)
 
+    def _weight(self) -> float:
+        return self.adapter.part_weight
+
+    @override
     def begin(self) -> None:
-        """Begin a part."""
-        self._summed = False
+        super().begin()
         self._add_unfrozen()
 
+    @override
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.summing = False
+        try:
+            yield
+        finally:
+            self.summing = True
+
+    @override
     def synchronize(self) -> None:
-        """See ``Summing``."""
         mine = [bucket for bucket in self.buckets if not bucket.others]
         if not (self._summed and all(bucket.holds_sums() for bucket in mine)):
             self._sum(STEP)
 
-    def _before_step(self, _: Any, arguments: Any, named: Any) -> Any:
+    @override
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.replaced:
             raise UsageError(
                 "optimizer.step() after distribute_optimizer with another optimizer of the same "
                 "parameters: use that one, or create and distribute this one again"
             )
-        replaced = before_step(self, arguments, named)
-        if replaced is None:
-            self._summed = False
-        return replaced
+        super().begin_step(optimizer)
 
     @property
-    def messages(self) -> dict[str, int]:
+    def is_over(self) -> bool:  # type: ignore[override]
+        """Whether the optimizer was deleted, or another one sums the gradients."""
+        return self.replaced or self.optimizer() is None
+
+    @property
+    def messages(self) -> dict[str, int]:  # type: ignore[override]
         """Count and bytes of the messages of a step."""
         nbytes = sum(self.sums.nbytes(bucket.flat) for bucket in self.buckets)
         return {"count": len(self.buckets), "bytes": nbytes}
-
-    @property
-    def flags(self) -> Flags:
-        """The flags of all ranks at the last step: whether any rank had set it."""
-        return agreed(self._last.signals)
 
 
 def may_train(parameter: torch.Tensor) -> bool:
     """Return whether a frozen parameter can be trained later."""
     return parameter.is_floating_point() and not parameter.is_inference()
+
+
+class BucketStrategy(TorchStrategy):
+    """Each rank holds the whole model; gradients are summed in buckets during backward."""
+
+    def __init__(self, adapter: Rank) -> None:
+        super().__init__(adapter)
+        self._distributions = 0
+
+    @abstractmethod
+    def open_sums(self) -> Sums:
+        """Return the sums for the buckets of another optimizer; all ranks call it together."""
+
+    @override
+    def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        name = f"gradients.{self._distributions}" if self._distributions else "gradients"
+        self._distributions += 1
+        sums, kind = self.open_sums(), TYPES.get(self.adapter.comm_options.compression)
+        sums = Compressed(sums, kind) if kind else sums
+        others_of = functools.partial(self._others_of, weakref.ref(model))
+        self.add_sums(Buckets(name, optimizer, sums, self.adapter, others_of))
+        return model, optimizer
+
+    def _others_of(self, model: weakref.ref[Any], buckets: Buckets) -> list[torch.nn.Parameter]:
+        """Detach what ``buckets`` sums from others; return the parameters that none sums."""
+        taken = {id(value) for value in buckets.parameters}
+        others = [known for known in self.gradient_sums if known is not buckets]
+        left = [known for known in others if known.detach(taken)]
+        summed = {id(value) for known in left for value in (*known.parameters, *known.others)}
+        parameters = () if (module := model()) is None else module.parameters()
+        return [value for value in parameters if id(value) not in taken | summed]

@@ -1,4 +1,4 @@
-"""The eight steps for PyTorch in one process that computes on all GPUs of its host.
+"""The strategy of one process with PyTorch that computes on all GPUs of its host.
 
 ``torch.nn.DataParallel`` copies the model to each GPU for each pass, splits the batch, and sums
 the gradients on the first GPU. It needs no launcher, and is the slowest strategy: one Python
@@ -7,42 +7,34 @@ process serves all GPUs.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.single import SingleAdapter
+from hvdtrain.adapters.single import Single
+from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.world import World
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.output.text import plural
 
 
-class DataParallelAdapter(SingleAdapter):
+class DataParallel(Single):
     """One process with two or more GPUs."""
 
     name = "data-parallel"
     runtime = "the data-parallel strategy"
 
     @override
-    def initialize(self, *, short_steps: bool = False) -> World:
+    def connect(self) -> Communicator:
         count = accelerator.count()
         if count < 2:
             raise UsageError(
                 f"--strategy data-parallel needs two or more GPUs, {plural(count, 'GPU')} visible: "
                 "omit the option (CUDA_VISIBLE_DEVICES restricts the visible GPUs)"
             )
-        super().initialize(short_steps=short_steps)
-        self.world = replace(self.world, gpus_per_rank=count)
-        return self.world
-
-    @override
-    def pin_device(self) -> str:
-        super().pin_device()
-        self.meter = None  # of one GPU
-        return f"{plural(self.world.devices, 'GPU')} ({accelerator.name(0)} first)"
+        self.gpus_per_rank = count
+        return super().connect()
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:

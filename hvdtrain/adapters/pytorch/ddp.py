@@ -1,4 +1,4 @@
-"""The eight steps for PyTorch over DistributedDataParallel, with Gloo, or NCCL on GPUs.
+"""The strategy of DistributedDataParallel for PyTorch, with Gloo, or NCCL on GPUs.
 
 DDP sums gradients in buckets during the backward pass (Li et al., "PyTorch Distributed", VLDB
 2020) and divides by the number of ranks. Here a communication hook multiplies each bucket by the
@@ -10,11 +10,9 @@ step.
 from __future__ import annotations
 
 import functools
-import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,71 +21,36 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 from typing_extensions import override
 
-from hvdtrain.adapters.common_adapter import Flags
+from hvdtrain.adapters.framework import Rank
 from hvdtrain.adapters.partition import buckets
-from hvdtrain.adapters.pytorch.adapter import (
-    IS_TRAINED,
-    PyTorchAdapter,
-    parameters_of,
-    unwrapped,
-)
 from hvdtrain.adapters.pytorch.bucket import Bucket
+from hvdtrain.adapters.pytorch.framework import IS_TRAINED, parameters_of, unwrapped
 from hvdtrain.adapters.pytorch.sums import (
     SIGNALS,
     STEP,
     TYPES,
-    agreed,
-    before_step,
-    check,
+    GradientSums,
+    ProcessGroupStrategy,
     fill,
-    once_per_step,
+    make_dense,
+    weigh,
 )
-from hvdtrain.collectives.base import Communicator
-from hvdtrain.collectives.torch_distributed import TorchDistributed
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.output import stderr
 from hvdtrain.system.runtime.waits import SUM
 
 
-class DdpAdapter(PyTorchAdapter):
+class Ddp(ProcessGroupStrategy):
     """Each rank holds the whole model; DDP sums the gradients."""
 
     name = "ddp"
-    runtime = "torch.distributed"
-    collective_passes = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Gradient sums of each model; weak, so as not to keep a deleted model alive.
-        self._references: list[weakref.ref[Any]] = []
-        # Sums of all ranks' flags at the last update, of whichever model.
-        self.sent: torch.Tensor | None = None
-
-    @override
-    def connect(self) -> Communicator:
-        kind, backend = accelerator.kind(), accelerator.backend()
-        if kind != accelerator.CPU and not backend:
-            raise UsageError(
-                f"--strategy {self.name}: this PyTorch has no communication backend for {kind}; "
-                "use --strategy horovod or mpi, which sum in host memory"
-            )
-        return TorchDistributed(gpu=bool(backend))
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         wrapped = self._wrapped(model)
         wrapped.check_summed(optimizer)
-        groups = len(optimizer.param_groups)
-
-        def prepare(optimizer: Any, arguments: Any, named: Any) -> Any:
-            if len(optimizer.param_groups) > groups or any(map(IS_TRAINED, wrapped.frozen)):
-                wrapped.check_summed(optimizer)
-            wrapped.begin_step(optimizer)
-            return before_step(wrapped, arguments, named)
-
-        optimizer.register_step_pre_hook(once_per_step(prepare))
+        wrapped.attach(optimizer)
         optimizer.synchronize = wrapped.synchronize
         return wrapped, optimizer
 
@@ -95,90 +58,21 @@ class DdpAdapter(PyTorchAdapter):
         """Return the wrapper of the model: that of an earlier call if the same is trained."""
         module = unwrapped(model)
         parameters = {id(value) for value in module.parameters()}
-        sums = self.gradient_sums
-        for known in sums:
+        for known in self.gradient_sums:
             if known.module is module and known.is_current():
                 return known
-        for known in sums:
+        for known in self.gradient_sums:
             if any(id(value) in parameters for value in known.parameters()):
                 known.release()
-        self._references = [weakref.ref(known) for known in sums if not known.released]
-        wrapped = WeightedDdp(module, self)
+        wrapped = WeightedDdp(module, self.adapter)
         self.add_sums(wrapped)
         return wrapped
 
-    @override
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for sums in self.gradient_sums:
-                stack.enter_context(sums.no_sync())
-            yield
 
-    @override
-    def begin_part(self, shards: Shards, part: Part) -> None:
-        super().begin_part(shards, part)
-        for sums in self.gradient_sums:
-            sums.begin()
-
-    def add_sums(self, sums: Any) -> None:
-        """Use the gradient sums of a model while it exists."""
-        others = (known for known in self.gradient_sums if known is not sums)
-        self._references = [weakref.ref(known) for known in (*others, sums)]
-
-    @property
-    @override
-    def gradient_sums(self) -> Sequence[Any]:
-        known = (reference() for reference in self._references)
-        return [sums for sums in known if sums is not None]
-
-
-class ModelSums:
-    """Sums of the gradients of a model, and how long this rank waits for others."""
-
-    adapter: DdpAdapter
-    blocked_seconds = 0.0
-    messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
-    _unread: tuple[torch.Tensor, Any] | None = None  # a copy of signals, and the event of its end
-
-    @contextmanager
-    def blocked(self, call: str) -> Iterator[None]:
-        """Count the time within the block as waiting for other ranks, in ``call``."""
-        started = time.perf_counter()
-        with self.adapter.waits.during(call):
-            yield
-        self.blocked_seconds += time.perf_counter() - started
-
-    def check_signals(self, signals: torch.Tensor, *, now: bool = False) -> bool:
-        """``check`` the signals: on a GPU, unless ``now``, those of the sum before.
-
-        Reading these would make the host wait for the GPU in each pass. So an error is raised one
-        pass late there, and the last pass is not checked.
-        """
-        on_gpu = signals.device.type != accelerator.CPU
-        if now or not on_gpu:
-            return check(signals, by_all=not on_gpu)
-        unread, self._unread = self._unread, accelerator.copy_to_host(signals)
-        if unread is None:
-            return False
-        copy, event = unread
-        event.synchronize()
-        return check(copy)
-
-    @property
-    def flags(self) -> Flags:
-        """The flags of all ranks at the last update: whether any rank had set it.
-
-        They are equal on all ranks, although a deleted model may exist longer on some of them.
-        """
-        sent = self.adapter.sent
-        return Flags(stop=False, saving=True) if sent is None else agreed(sent)
-
-
-class WeightedDdp(ModelSums, DistributedDataParallel):
+class WeightedDdp(DistributedDataParallel, GradientSums):
     """A model whose gradients are those of the global batch when ``backward`` returns."""
 
-    def __init__(self, model: torch.nn.Module, adapter: DdpAdapter) -> None:
+    def __init__(self, model: torch.nn.Module, adapter: Rank) -> None:
         _silence_unused_warning(adapter.device)
         make_dense(model)
         with warnings.catch_warnings():
@@ -195,17 +89,16 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
             )
         # Convolutions produce such gradients; each is copied into its bucket.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-        self.adapter = adapter
+        self.connect(adapter)
         self._trained = {id(value) for value in model.parameters() if value.requires_grad}
         self.frozen = [value for value in model.parameters() if not value.requires_grad]
         self.register_forward_pre_hook(_check_released)
         self.register_forward_hook(_check_first_pass)
-        self.released = False  # another wrapper sums the gradients
         self._running = False  # a backward pass runs
-        self._summed = False  # the gradients of the last pass, or those that were assigned
         self._unsummed: set[int] = set()  # ids of parameters whose gradients DDP has not summed
         self._memory: set[int] = set()  # addresses of the sums
-        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, since the last sum
+        # Of each optimizer, the number of its parameter groups in step 5.
+        self._groups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         trained = [value for value in model.parameters() if value.requires_grad]
         kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in trained]
         self._buckets = [Bucket("", [trained[i] for i in group]) for group in buckets(kinds)]
@@ -236,7 +129,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
     def release(self) -> None:
         """Sum no gradients any more."""
         self._remove_autograd_hooks()
-        self.released = True
+        self.is_over = True
 
     def check_graph(self, outputs: Sequence[torch.Tensor]) -> None:
         """Raise ``UsageError``, at the first pass, for a reentrant checkpoint.
@@ -277,18 +170,20 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
         if self._unsummed:
             self.synchronize()
 
-    def begin(self) -> None:
-        """Begin a part, or a closure."""
-        self._summed = False
+    @override
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups[optimizer] = len(optimizer.param_groups)
+        super().attach(optimizer)
 
+    @override
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin a step of ``optimizer``, which uses each sum once."""
-        if optimizer in self._stepped:
-            self._summed = False
-        self._stepped.add(optimizer)
+        more = len(optimizer.param_groups) > self._groups[optimizer]
+        if more or any(map(IS_TRAINED, self.frozen)):
+            self.check_summed(optimizer)
+        super().begin_step(optimizer)
 
+    @override
     def synchronize(self) -> None:
-        """See ``Summing``."""
         gradients = (value.grad for value in self.parameters())
         held = (value is None or _address(value) in self._memory for value in gradients)
         if self._summed and all(held):
@@ -306,14 +201,9 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
                 bucket.fill_missing(lambda: weight)
                 dist.all_reduce(bucket.flat)
                 bucket.close()
-        self._note(signals)
-
-    def _note(self, signals: torch.Tensor) -> None:
-        """Record that all gradients are sums."""
-        self.adapter.sent = signals
-        self._summed = True
+        self.note_flags(signals)
+        self.mark_summed()
         self._unsummed.clear()
-        self._stepped.clear()
 
     def _start_sum(self, bucket: Any) -> Any:
         """Start summing a bucket over all ranks, in place; before the first, the signals."""
@@ -351,7 +241,7 @@ class WeightedDdp(ModelSums, DistributedDataParallel):
                 future.set_result(message.to(kind))
         sizes = [message.numel() * message.element_size() for _, _, message, _ in sums[1:]]
         self.messages = {"count": len(sizes), "bytes": sum(sizes)}
-        self.adapter.sent = sums[0][2]
+        self.note_flags(sums[0][2])
         self._stepped.clear()
         if self._trouble:
             raise self._trouble
@@ -364,7 +254,7 @@ class _Watch:
         self._model = weakref.ref(model)
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if (model := self._model()) is not None and not model.released:
+        if (model := self._model()) is not None and not model.is_over:
             model.arrived(parameter)
 
 
@@ -379,7 +269,7 @@ def _check_first_pass(model: Any, _: Any, output: Any) -> None:
 
 
 def _check_released(model: Any, *_: Any) -> None:
-    if model.released:
+    if model.is_over:
         raise UsageError(
             "distribute_optimizer was called again for this model: use the one that it returned"
         )
@@ -396,18 +286,3 @@ def _silence_unused_warning(device: torch.device) -> None:
     wrapped = DistributedDataParallel(layer, find_unused_parameters=True, init_sync=False)
     with stderr.without(lambda _: True):
         wrapped(torch.zeros(1, 1, device=device))
-
-
-def make_dense(model: torch.nn.Module) -> None:
-    """Make the gradients of embeddings dense: sparse ones cannot be summed."""
-    for layer in model.modules():
-        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            layer.sparse = False
-
-
-def weigh(gradients: torch.Tensor, weight: float) -> None:
-    """Multiply ``gradients`` in place by ``weight``, the part's share of the global batch."""
-    if weight:
-        gradients.mul_(weight)
-    else:  # the mean over no samples is nan: 0 times it would be too
-        gradients.zero_()

@@ -1,9 +1,12 @@
-"""The eight steps for PyTorch over FSDP2: parameters, gradients and optimizer state in parts.
+"""The strategy of FSDP2 for PyTorch: parameters, gradients and optimizer state in parts.
 
 ``fully_shard`` shards each parameter along its first dimension (Zhao et al., "PyTorch FSDP", VLDB
 2023; ZeRO, stage 3). A unit of the model is gathered for its forward and its backward pass, and
 its gradients are reduced and scattered, after multiplication by the part's share of the global
 batch, so uneven parts are handled correctly.
+
+What it shares with other strategies is in two more files: ``sums.py`` (which sums belong to a step,
+and the signals sent with them) and ``adapters/state_view.py`` (how pieces are saved and loaded).
 """
 
 from __future__ import annotations
@@ -19,32 +22,36 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from hvdtrain.adapters.framework import Rank
 from hvdtrain.adapters.partition import balanced_owners
-from hvdtrain.adapters.pytorch import numbers
-from hvdtrain.adapters.pytorch.adapter import TorchView, parameters_of, tensor_of
-from hvdtrain.adapters.pytorch.ddp import DdpAdapter, ModelSums, make_dense, weigh
 from hvdtrain.adapters.pytorch.elementwise import ROWS
+from hvdtrain.adapters.pytorch.framework import TorchView, parameters_of, tensor_of
 from hvdtrain.adapters.pytorch.sums import (
     SIGNALS,
     STEP,
     TYPES,
-    before_step,
+    GradientSums,
+    ProcessGroupStrategy,
     fill,
-    once_per_step,
+    make_dense,
+    weigh,
 )
 from hvdtrain.adapters.state_view import StateView
+from hvdtrain.collectives.torch_distributed import FOREVER
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Piece
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.runtime.exit import agreed as on_all_ranks
-from hvdtrain.system.runtime.waits import SUM
+from hvdtrain.system.runtime.waits import SUM, Waits
 
 GATHERING = "the gathering of the parameters"
+READING = "item() of a sharded tensor"
+ITEM = torch.ops.aten._local_scalar_dense.default  # what item(), float() and bool() call
 # Names since PyTorch 2.13, and before.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -52,7 +59,7 @@ UNIT_BYTES = 2**20  # smaller blocks are not worth a separate all-gather
 SHAPES = 64  # of inputs for which the code of a block is compiled; PyTorch stops at 8
 
 
-class FsdpAdapter(DdpAdapter):
+class Fsdp(ProcessGroupStrategy):
     """Each rank holds its rows of each parameter, and their gradients and optimizer state."""
 
     name = "fsdp"
@@ -62,8 +69,17 @@ class FsdpAdapter(DdpAdapter):
     unsummed = (torch.complex64,)
 
     @override
+    def check(self, model: Any, optimizer: Any) -> None:
+        super().check(model, optimizer)
+        known = {id(value) for value in model.parameters()}
+        if any(id(value) not in known for value in parameters_of(optimizer)):
+            raise UsageError(
+                "distribute_optimizer: --strategy fsdp shards the parameters of the model: use an "
+                "optimizer of these"
+            )
+
+    @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        check_optimizer(model, optimizer)
         sums = self._sums_of(model) or self._shard(model, optimizer)
         # Their fused kernels do not support DTensor.
         if isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
@@ -72,14 +88,12 @@ class FsdpAdapter(DdpAdapter):
                 group["fused"] = None
         optimizer.sum_shards = self.sum_shards  # for the norms of LARS and LAMB
         self.add_sums(sums)
-        optimizer.register_step_pre_hook(
-            once_per_step(lambda _, arguments, named: before_step(sums, arguments, named))
-        )
+        sums.attach(optimizer)
         return model, optimizer
 
     @override
     def view(self, model: Any, optimizer: Any = None) -> StateView:
-        return RowsView(self, model) if self._sums_of(model) else super().view(model)
+        return RowsView(self.adapter, model) if self._sums_of(model) else super().view(model)
 
     def _sums_of(self, model: Any) -> Communication | None:
         """Return the sums of a model that is sharded already."""
@@ -89,24 +103,25 @@ class FsdpAdapter(DdpAdapter):
         """Shard a model that is not yet, and let the optimizer have its new parameters."""
         check_parameters(model)
         make_dense(model)
+        adapter, device = self.adapter, self.adapter.device.type
         state = self.state_of_root(optimizer)  # e.g. that of Adagrad, which begins with one
         names = {id(value): name for name, value in model.named_parameters()}
         # After sharding no rank has them whole.
-        for value in TorchView(self, model).tensors()[MODEL_FILE].values():
+        for value in TorchView(adapter, model).tensors()[MODEL_FILE].values():
             if not value.is_contiguous():  # fully_shard takes no other
                 value.data = value.data.contiguous()
             dist.broadcast(value.detach(), src=0)
-        mesh = init_device_mesh(self.device.type, (self.world.size,))
+        mesh = init_device_mesh(device, (adapter.world.size,))
         for unit in (*units(model), model):
             fully_shard(unit, mesh=mesh)
         model.register_forward_hook(_reshard)
-        numbers.read_whole(self.device.type, self.waits)
+        read_whole(device, adapter.waits)
         now = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [now[names[id(value)]] for value in group["params"]]
         optimizer.state.clear()  # of the former parameters
-        RowsView(self, model).restore_optimizer(optimizer, state)
-        return Communication(model, self)
+        RowsView(adapter, model).restore_optimizer(optimizer, state)
+        return Communication(model, adapter)
 
     @override
     def compile(self, task: Any) -> None:
@@ -119,7 +134,7 @@ class FsdpAdapter(DdpAdapter):
     @override
     def sum_shards(self, values: Any) -> Any:
         if self.gradient_sums:
-            with self.waits.during(SUM):
+            with self.adapter.waits.during(SUM):
                 dist.all_reduce(values)
         return values
 
@@ -190,17 +205,17 @@ class RowsView(TorchView):
         return torch.cat(parts)[: value.shape[0]] if parts else None
 
 
-class Communication(ModelSums):
+class Communication(GradientSums):
     """Gathers the parameters of a model and sums its gradients, replacing FSDP's collectives.
 
     FSDP2 calls ``all_gather`` and ``reduce_scatter`` for each unit.
     """
 
-    def __init__(self, model: Any, adapter: FsdpAdapter) -> None:
-        self.model, self.adapter = model, adapter
+    def __init__(self, model: Any, adapter: Rank) -> None:
+        self.connect(adapter)
+        self.model = model
         self._counted = {"count": 0, "bytes": 0}
         self._running = False  # a backward pass runs
-        self._summed = False  # gradients of the current part
         self._unsummed = False  # gradients of passes within `no_sync`
         # Gradients after the last backward pass, by the ids of their parameters.
         self._known: dict[int, weakref.ref[Any]] = {}
@@ -210,9 +225,9 @@ class Communication(ModelSums):
                 unit.set_custom_all_gather(UnitCollective(self.all_gather))  # type: ignore[arg-type]
                 unit.set_custom_reduce_scatter(UnitCollective(self.reduce_scatter))  # type: ignore[arg-type]
 
+    @override
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate whole gradients locally in backward passes; see ``CommonAdapter``."""
         self.model.set_requires_gradient_sync(False)
         try:
             yield
@@ -252,15 +267,13 @@ class Communication(ModelSums):
         return {id(p): p.grad for p in self.model.parameters() if p.grad is not None}
 
     def _end_pass(self) -> None:
-        self._running, self._summed, self._unsummed = False, True, False
+        self._running = self._unsummed = False
+        self.mark_summed()
         self._known = {key: weakref.ref(grad) for key, grad in self._gradients().items()}
 
-    def begin(self) -> None:
-        """Begin a part."""
-        self._summed = False
-
+    @override
     def synchronize(self) -> None:
-        """Sum the signals of all ranks, before an update on all of them; see ``Summing``.
+        """Sum the signals of all ranks, before an update on all of them.
 
         Raises:
             UsageError: there are gradients that no backward pass has summed. A rank has only its
@@ -290,8 +303,7 @@ class Communication(ModelSums):
                 "backward() in place, or use --strategy horovod, ddp or zero"
             )
             raise on_all_ranks(error) if self.adapter.device.type == accelerator.CPU else error
-        self.adapter.sent = sent
-        self._summed = False
+        self.note_flags(sent)
 
 
 class UnitCollective:
@@ -318,6 +330,32 @@ class UnitCollective:
         return self._run(output_tensor, input_tensor, group, async_op)
 
 
+def read_whole(device: str, waits: Waits) -> None:
+    """Let ``item()`` of a parameter, sum, norm or maximum return the whole; all ranks must call it.
+
+    PyTorch returns that of this rank's rows. The numbers have a process group of their own: a rank
+    that reads one alone must not receive the gradients of others.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers  # there is no public API for it
+    if ITEM in handlers:
+        return
+    mesh: Any = DeviceMesh.from_group(dist.new_group(timeout=FOREVER), device)
+
+    def item(_: Any, values: tuple[Any, ...], __: Any) -> Any:
+        value, local = values[0], values[0].to_local()
+        is_whole = all(placement.is_replicate() for placement in value.placements)
+        if not is_whole and value.device_mesh.mesh.tolist() == mesh.mesh.tolist():
+            shape, stride = value.shape, value.stride()
+            with waits.during(READING):
+                sharded = DTensor.from_local(
+                    local, mesh, value.placements, shape=shape, stride=stride
+                )
+                local = sharded.full_tensor()
+        return local.item()
+
+    handlers[ITEM] = item  # type: ignore[assignment]
+
+
 def units(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the units that are gathered separately: large blocks in sequence, not nested.
 
@@ -342,16 +380,6 @@ def units(model: torch.nn.Module) -> list[torch.nn.Module]:
                 yield from search(block)
 
     return list(search(model))
-
-
-def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``UsageError`` if ``optimizer`` has parameters of another model."""
-    known = {id(value) for value in model.parameters()}
-    if any(id(value) not in known for value in parameters_of(optimizer)):
-        raise UsageError(
-            "distribute_optimizer: --strategy fsdp shards the parameters of the model: use an "
-            "optimizer of these"
-        )
 
 
 def check_parameters(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The eight steps for PyTorch over Horovod."""
+"""The strategy of Horovod for PyTorch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import horovod.torch as hvd
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
-from hvdtrain.adapters.pytorch.sums import Sums
+from hvdtrain.adapters.pytorch.buckets import BucketStrategy, Sums
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.horovod_torch import HorovodTorch, summable
 
 
-class HorovodAdapter(BucketedAdapter):
+class Horovod(BucketStrategy):
     """Horovod sums the buckets, in any order of start."""
 
     name = "horovod"

@@ -1,4 +1,4 @@
-"""The eight steps for PyTorch over MPI only, for sites on which Horovod cannot be built."""
+"""The strategy of MPI only for PyTorch, for sites on which Horovod cannot be built."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.pytorch.bucketed import BucketedAdapter
-from hvdtrain.adapters.pytorch.sums import TYPES, Sums
+from hvdtrain.adapters.pytorch.buckets import BucketStrategy, Sums
+from hvdtrain.adapters.pytorch.sums import TYPES
 
 if TYPE_CHECKING:  # importing it starts MPI, for which the variables of step 1 come first
     from hvdtrain.collectives.mpi4py import Halves, Mpi4py
 
 
-class MpiAdapter(BucketedAdapter):
+class Mpi(BucketStrategy):
     """MPI sums the buckets by non-blocking allreduces, in host memory."""
 
     name = "mpi"
     runtime = "MPI"
     unsummed = (torch.float16, torch.complex64)
-    communicator: Mpi4py
 
     @override
     def connect(self) -> Mpi4py:
         from hvdtrain.collectives.mpi4py import Mpi4py
 
-        return Mpi4py()
+        self._mpi = Mpi4py()
+        return self._mpi
 
     @override
     def open_sums(self) -> Sums:
-        return MpiSums(self.communicator, TYPES.get(self.comm_options.compression))
+        return MpiSums(self._mpi, TYPES.get(self.adapter.comm_options.compression))
 
     @override
     def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        total = self.communicator.sum_tensor(values.detach().cpu().numpy(), name)
+        total = self._mpi.sum_tensor(values.detach().cpu().numpy(), name)
         return torch.from_numpy(total).to(values.device)
 
 

@@ -1,77 +1,50 @@
-"""Asynchronous sums of PyTorch tensors over the ranks, also in a 16-bit type: ``--compression``.
+"""Gradients that all strategies of PyTorch sum over the ranks: when, and what is sent with them.
 
-Gradients are multiplied by the weight of the rank's part before rounding. The weights of all ranks
-sum to 1, so no partial sum exceeds the largest gradient: fp16 overflows only if a gradient exceeds
-65504. The sum is then infinite on all ranks, and handled like any gradient that is not finite.
+A backward pass sums the gradients, weighted by the rank's part; the step of an optimizer, or its
+``synchronize``, sums what no pass has. With each sum a rank sends signals: flags, and the moment of
+the sum, of which there must be one. The strategies differ in how gradients travel.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.common_adapter import Flags
+from hvdtrain.adapters.framework import UNKNOWN, Flags, Rank
+from hvdtrain.adapters.pytorch import elementwise
+from hvdtrain.adapters.pytorch.framework import (
+    array_of,
+    optimizer_tensors,
+    parameters_of,
+    warn_once,
+)
+from hvdtrain.adapters.strategy import BaseStrategy
+from hvdtrain.collectives.base import Communicator
+from hvdtrain.config.comm_options import NONE
 from hvdtrain.errors import UsageError
+from hvdtrain.steps.checkpoint_files import Checkpoint
+from hvdtrain.steps.sharding import Part, Shards
+from hvdtrain.system.machine import accelerator
 from hvdtrain.system.runtime.exit import agreed as on_all_ranks
 
+# Of --compression. Gradients are multiplied by the weight of the rank's part before rounding. The
+# weights of all ranks sum to 1, so no partial sum exceeds the largest gradient: fp16 overflows only
+# if a gradient exceeds 65504. The sum is then infinite on all ranks, and handled like any gradient
+# that is not finite.
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 STEP = 4  # moment of a sum outside of backward passes; those have the number of the part modulo 4
 # A rank sends with each sum: its flags, whether it has late gradients, and the moment, of which
 # there must be one.
 SIGNALS = len(Flags._fields) + 1 + STEP + 1
-
-
-class Sums(ABC):
-    """Asynchronous sums of buckets over all ranks, in place."""
-
-    in_order = False
-    """Whether the sums of different ranks are matched by the order of their start, not by name."""
-
-    @abstractmethod
-    def start(self, bucket: torch.Tensor, name: str) -> Any:
-        """Start summing ``bucket``, and return a handle."""
-
-    @abstractmethod
-    def wait(self, handle: Any) -> None:
-        """Wait until the bucket of ``handle`` holds the sum."""
-
-    def nbytes(self, bucket: torch.Tensor) -> int:
-        """Return the number of bytes sent for ``bucket``."""
-        return bucket.numel() * bucket.element_size()
-
-    def progress(self) -> None:  # noqa: B027 (most libraries have a thread for it)
-        """Progress the sums under way."""
-
-
-class Compressed(Sums):
-    """Sums of buckets in ``kind``: each gradient and each sum of two is rounded to it."""
-
-    def __init__(self, sums: Sums, kind: torch.dtype) -> None:
-        self.sums, self.kind, self.in_order = sums, kind, sums.in_order
-
-    @override
-    def start(self, bucket: torch.Tensor, name: str) -> Any:
-        sent = bucket.to(self.kind)
-        return self.sums.start(sent, name), sent, bucket
-
-    @override
-    def wait(self, handle: Any) -> None:
-        inner, sent, bucket = handle
-        self.sums.wait(inner)
-        bucket.copy_(sent)
-
-    @override
-    def progress(self) -> None:
-        self.sums.progress()
-
-    @override
-    def nbytes(self, bucket: torch.Tensor) -> int:
-        return bucket.numel() * self.kind.itemsize
 
 
 def fill(tensor: torch.Tensor, flags: Flags, moment: int, *, late: bool = False) -> None:
@@ -112,38 +85,178 @@ def check(sums: torch.Tensor, *, by_all: bool = True) -> bool:
     return late > 0
 
 
-class Summing(Protocol):
-    """Gradients that are summed over the ranks by a backward pass, or before the step."""
+class GradientSums(ABC):
+    """Gradients of a model or an optimizer, summed over the ranks; see ``BaseStrategy``."""
+
+    adapter: Rank
+    blocked_seconds = 0.0  # total wait for sums
+    messages: dict[str, int] | None = None  # of the gradients of an update; None: not counted
+    is_over = False  # others sum the gradients, or nothing is trained any more
+    _summed = False  # the gradients are sums: of the last pass, or of what was assigned
+    _unread: tuple[torch.Tensor, Any] | None = None  # a copy of signals, and the event of its end
+
+    def connect(self, adapter: Rank) -> None:
+        """Set the adapter of this rank; no constructor, as ``DistributedDataParallel`` has one."""
+        self.adapter = adapter
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, since the last sum
 
     def begin(self) -> None:
-        """Expect a backward pass, or gradients that are assigned."""
+        """Expect a backward pass, or gradients that are assigned: a part or a closure begins."""
+        self._summed = False
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Sum the gradients over the ranks now, unless a backward pass has; all ranks call it.
 
         The step does so, too. Call it before gradients that were assigned are read or clipped.
         """
 
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients locally in backward passes; see ``BaseStrategy``."""
 
-def before_step(gradients: Summing, arguments: Any, named: Any) -> Any:
-    """Synchronize ``gradients`` for ``optimizer.step``: now, or each time after its closure.
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Synchronize before each step of ``optimizer``, or each time after its closure."""
+        optimizer.register_step_pre_hook(once_per_step(self._before_step))
 
-    Returns:
-        The arguments of the step with such a closure; None: it has none.
-    """
-    optimizer, *positional = arguments
-    closure, *rest = positional or [named.get("closure")]
-    if closure is None:
-        gradients.synchronize()
-        return None
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin a step of ``optimizer``, which uses each sum once."""
+        if optimizer in self._stepped:
+            self._summed = False
+        self._stepped.add(optimizer)
 
-    def summed() -> Any:
-        gradients.begin()
-        loss = closure()
-        gradients.synchronize()
-        return loss
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> Any:
+        """Return the arguments of the step with a closure that synchronizes; None: it has none."""
+        self.begin_step(optimizer)
+        _, *positional = arguments
+        closure, *rest = positional or [named.get("closure")]
+        if closure is None:
+            self.synchronize()
+            return None
 
-    return (optimizer, summed, *rest), {k: v for k, v in named.items() if k != "closure"}
+        def summed() -> Any:
+            self.begin()
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        return (optimizer, summed, *rest), {k: v for k, v in named.items() if k != "closure"}
+
+    @contextmanager
+    def blocked(self, call: str) -> Iterator[None]:
+        """Count the time within the block as waiting for other ranks, in ``call``."""
+        started = time.perf_counter()
+        with self.adapter.waits.during(call):
+            yield
+        self.blocked_seconds += time.perf_counter() - started
+
+    def mark_summed(self) -> None:
+        """Record that all gradients are sums."""
+        self._summed = True
+        self._stepped.clear()
+
+    def note_flags(self, signals: torch.Tensor) -> None:
+        """Let the adapter read the flags of all ranks from the sums of ``signals``, on demand."""
+        self.adapter.read_flags = functools.partial(agreed, signals)
+
+    def check_signals(self, signals: torch.Tensor, *, now: bool = False) -> bool:
+        """``check`` the signals: on a GPU, unless ``now``, those of the sum before.
+
+        Reading these would make the host wait for the GPU in each pass. So an error is raised one
+        pass late there, and the last pass is not checked.
+        """
+        on_gpu = signals.device.type != accelerator.CPU
+        if now or not on_gpu:
+            return check(signals, by_all=not on_gpu)
+        unread, self._unread = self._unread, accelerator.copy_to_host(signals)
+        if unread is None:
+            return False
+        copy, event = unread
+        event.synchronize()
+        return check(copy)
+
+
+class TorchStrategy(BaseStrategy):
+    """A strategy that sums gradients of PyTorch over the ranks."""
+
+    unsummed: tuple[torch.dtype, ...] = ()  # types of gradients that the library cannot sum
+    updates = ""  # the part of the model that a rank updates, if not the whole
+
+    def __init__(self, adapter: Rank) -> None:
+        super().__init__(adapter)
+        # Weak, so as not to keep a deleted model or optimizer alive.
+        self._references: list[weakref.ref[Any]] = []
+
+    @override
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        none = self.adapter.comm_options.compression == NONE
+        for value in (*model.parameters(), *parameters_of(optimizer)):
+            unsummed = self.unsummed + (() if none else (torch.complex64,))
+            if value.requires_grad and value.dtype in unsummed:
+                raise UsageError(
+                    f"distribute_optimizer: --strategy {self.name} cannot sum {value.dtype}, which "
+                    "the model has: keep the parameters in float32 (complex ones as real and "
+                    "imaginary parts), or use --strategy ddp without --compression"
+                )
+        text = elementwise.check(optimizer, self.name, self.updates) if self.updates else ""
+        if text and self.adapter.communicator.is_root:
+            warn_once(text)
+
+    def add_sums(self, sums: GradientSums) -> None:
+        """Use the gradient sums of a model or an optimizer while it exists."""
+        others = (known for known in self.gradient_sums if known is not sums)
+        self._references = [weakref.ref(known) for known in (*others, sums)]
+        if self.adapter.read_flags is None:
+            self.adapter.read_flags = lambda: UNKNOWN
+
+    @property
+    @override
+    def gradient_sums(self) -> list[Any]:
+        known = (reference() for reference in self._references)
+        return [sums for sums in known if sums is not None and not sums.is_over]
+
+    @override
+    def begin_part(self, shards: Shards, part: Part) -> None:
+        for sums in self.gradient_sums:
+            sums.begin()
+
+    @override
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for sums in self.gradient_sums:
+                stack.enter_context(sums.no_sync())
+            yield
+
+    @override
+    def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        return self.adapter.communicator.sum_tensor(values.clone().contiguous(), name)
+
+    def state_of_root(self, optimizer: torch.optim.Optimizer) -> Checkpoint:
+        """Return rank 0's whole state of an ``optimizer`` that is not sharded yet."""
+        communicator = self.adapter.communicator
+        mine = optimizer_tensors(optimizer if communicator.is_root else None)
+        arrays = {name: array_of(value) for name, value in mine.items()}
+        return Checkpoint({}, communicator.broadcast_arrays(arrays))
+
+
+class ProcessGroupStrategy(TorchStrategy):
+    """A strategy over torch.distributed, with Gloo, or NCCL on GPUs."""
+
+    runtime = "torch.distributed"
+    collective_passes = True
+
+    @override
+    def connect(self) -> Communicator:
+        from hvdtrain.collectives.torch_distributed import TorchDistributed
+
+        kind, backend = accelerator.kind(), accelerator.backend()
+        if kind != accelerator.CPU and not backend:
+            raise UsageError(
+                f"--strategy {self.name}: this PyTorch has no communication backend for {kind}; "
+                "use --strategy horovod or mpi, which sum in host memory"
+            )
+        return TorchDistributed(gpu=bool(backend))
 
 
 def once_per_step(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,3 +275,18 @@ def once_per_step(hook: Callable[..., Any]) -> Callable[..., Any]:
         return None if frame else hook(optimizer, arguments, named)
 
     return called
+
+
+def make_dense(model: torch.nn.Module) -> None:
+    """Make the gradients of embeddings dense: sparse ones cannot be summed."""
+    for layer in model.modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            layer.sparse = False
+
+
+def weigh(gradients: torch.Tensor, weight: float) -> None:
+    """Multiply ``gradients`` in place by ``weight``, the part's share of the global batch."""
+    if weight:
+        gradients.mul_(weight)
+    else:  # the mean over no samples is nan: 0 times it would be too
+        gradients.zero_()

@@ -1,4 +1,4 @@
-"""The eight steps for PyTorch over DDP with sharded optimizer state: ZeRO, stage 1.
+"""The strategy of DDP with sharded optimizer state for PyTorch: ZeRO, stage 1.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 Each rank updates its share of the parameters (whole tensors, of balanced total size) and sends them
@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from hvdtrain.adapters.framework import Rank
 from hvdtrain.adapters.partition import balanced_owners, buckets
-from hvdtrain.adapters.pytorch.adapter import TorchView, parameters_of, tensor_of
-from hvdtrain.adapters.pytorch.ddp import DdpAdapter, WeightedDdp
+from hvdtrain.adapters.pytorch.ddp import Ddp, WeightedDdp
 from hvdtrain.adapters.pytorch.elementwise import PARAMETERS
+from hvdtrain.adapters.pytorch.framework import TorchView, parameters_of, tensor_of
 from hvdtrain.adapters.pytorch.sums import once_per_step
 from hvdtrain.adapters.state_view import StateView
 from hvdtrain.errors import UsageError
@@ -28,29 +29,29 @@ from hvdtrain.steps.checkpoint_files import MODEL_FILE, Piece
 from hvdtrain.system.runtime.waits import SUM
 
 
-class ZeroAdapter(DdpAdapter):
+class Zero(Ddp):
     """Each rank holds the whole model, and the optimizer state of its share of parameters."""
 
     name = "zero"
     shards_state = True
     updates = PARAMETERS
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, adapter: Rank) -> None:
+        super().__init__(adapter)
         self._shares: weakref.WeakKeyDictionary[Any, Share] = weakref.WeakKeyDictionary()
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        state = self.state_of_root(optimizer)  # e.g. that of Adagrad, which begins with one
         model, optimizer = super().distribute(model, optimizer)
-        share = self._shares[optimizer] = Share(optimizer, self, model)
-        ShareView(self, model, share).restore_optimizer(optimizer, state)
+        share = self._shares[optimizer] = Share(optimizer, self.adapter, model)
+        state = self.state_of_root(optimizer)  # e.g. that of Adagrad, which begins with one
+        ShareView(self.adapter, model, share).restore_optimizer(optimizer, state)
         return model, optimizer
 
     @override
     def view(self, model: Any, optimizer: Any = None) -> StateView:
         share = self._shares.get(optimizer) if optimizer is not None else None
-        return ShareView(self, model, share) if share else super().view(model)
+        return ShareView(self.adapter, model, share) if share else super().view(model)
 
     @override
     def share_weights(self) -> None:
@@ -63,7 +64,7 @@ class ShareView(TorchView):
 
     sharded = True
 
-    def __init__(self, adapter: ZeroAdapter, model: Any, share: Share) -> None:
+    def __init__(self, adapter: Rank, model: Any, share: Share) -> None:
         super().__init__(adapter, model)
         self.share = share
 
@@ -92,9 +93,7 @@ class Share:
     The gradients of all other parameters are hidden, so the optimizer creates no state for them.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, adapter: ZeroAdapter, ddp: WeightedDdp
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, adapter: Rank, ddp: WeightedDdp) -> None:
         self.ddp, rank = ddp, adapter.world.rank
         self.parameters = parameters_of(optimizer)
         sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]

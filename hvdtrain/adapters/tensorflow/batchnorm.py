@@ -12,23 +12,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.adapters.framework import SumOverRanks
 from hvdtrain.steps.world import World
 
-Sum = Callable[[Any, str], Any]
-"""(tensor, name) -> its sum over all ranks, not differentiable."""
 Reduce = Callable[[Any], Any]
 """tensor -> its sum over all ranks, differentiable."""
 
 
-def convert(model: Any, adapter: Any) -> None:
+def convert(model: Any, sum_tensor: SumOverRanks, world: World, framework: Any) -> None:
     """Make the BatchNorm layers of ``model`` use the statistics of the global batch.
 
     In training every rank must then run the model forward and backward in each step, with the loss
     weighted by ``optimizer.scale_loss`` before the backward pass.
     """
     for number, layer in enumerate(_layers(model)):
-        reduce = differentiable(f"batchnorm.{number}", adapter.sum_tensor)
-        layer.__class__ = _synchronized(type(layer), reduce, adapter)
+        reduce = differentiable(f"batchnorm.{number}", sum_tensor)
+        layer.__class__ = _synchronized(type(layer), reduce, world, framework)
 
 
 def statistics(model: Any) -> list[Any]:
@@ -42,7 +41,7 @@ def _layers(model: Any) -> list[Any]:
     return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
 
 
-def _synchronized(base: type, reduce: Reduce, adapter: Any) -> type:
+def _synchronized(base: type, reduce: Reduce, world: World, framework: Any) -> type:
     class Synchronized(base):
         over_ranks = True
 
@@ -51,13 +50,13 @@ def _synchronized(base: type, reduce: Reduce, adapter: Any) -> type:
                 return super().call(inputs, training=training)
             if mask is not None:
                 raise NotImplementedError("--sync-batchnorm does not support masks")
-            return normalize(self, inputs, reduce, adapter.world, adapter.stand_in)
+            return normalize(self, inputs, reduce, world, framework.stand_in)
 
     Synchronized.__name__ = Synchronized.__qualname__ = base.__name__
     return Synchronized
 
 
-def differentiable(name: str, sum_over_ranks: Sum) -> Reduce:
+def differentiable(name: str, sum_over_ranks: SumOverRanks) -> Reduce:
     """Return a function: the sum over ranks, whose gradient is the sum of the ranks' gradients."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]

@@ -11,17 +11,22 @@ the computation of the next.
 from __future__ import annotations
 
 import copy
+import itertools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
 from hvdtrain.adapters import partition
-from hvdtrain.adapters.common_adapter import Flags, RankHooks
+from hvdtrain.adapters.framework import UNKNOWN, Flags, Rank
+from hvdtrain.adapters.strategy import BaseStrategy, SummedGradients
+from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM, TracedCalls
 
 TYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
@@ -50,11 +55,11 @@ class Buckets(GradientReduction):
     Args:
         name: name of the optimizer, the same on all ranks.
         reduce: function that sums a tensor over all ranks, under the same name on all of them.
-        hooks: functions of this rank; its weight is checked here, and used as ``self.weight``.
+        adapter: function that returns the adapter of this rank.
     """
 
-    def __init__(self, name: str, reduce: Reduce, hooks: RankHooks) -> None:
-        self.name, self.reduce, self.hooks = name, reduce, hooks
+    def __init__(self, name: str, reduce: Reduce, adapter: Callable[[], Rank]) -> None:
+        self.name, self.reduce, self.adapter = name, reduce, adapter
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         # In traced functions, which Python does not see.
@@ -65,7 +70,7 @@ class Buckets(GradientReduction):
         self.traced_calls = lambda: TracedCalls(int(begun), int(done))
         # Sent with the buckets: this rank's flags; and their sums over all ranks. A loop without
         # `shard_data` may never set them: then a save is not over before it is waited for.
-        unknown = [float(flag) for flag in Flags(stop=False, saving=True)]
+        unknown = [float(flag) for flag in UNKNOWN]
         self._mine = tf.Variable(unknown, trainable=False, name="flags")
         self.agreed = tf.Variable(unknown, trainable=False, name="flags_agreed")
         self._reset()
@@ -108,11 +113,11 @@ class Buckets(GradientReduction):
                 any gradient by zeros: the mean over no samples is not a number.
         """
         if weight is None:
-            self.hooks.weight()  # raises if it is unknown
+            _ = self.adapter().part_weight  # raises if it is unknown
             weight = None if self._weighted else self.weight
             self._weighted = False
         # A traced function, which runs this code only once, counts its sums itself.
-        with self.hooks.waits(SUM) if tf.executing_eagerly() else nullcontext():
+        with self.adapter().waits.during(SUM) if tf.executing_eagerly() else nullcontext():
             return self._sum(gradients, variables, weight)
 
     def _sum(self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any) -> list[Any]:
@@ -242,3 +247,51 @@ def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
 
 
 _METHODS = (scale_loss, apply)  # of a distributed optimizer
+
+
+class BucketStrategy(BaseStrategy):
+    """Each rank holds the whole model; ``sum_tensor`` sums the gradients, bucket by bucket."""
+
+    def __init__(self, adapter: Rank) -> None:
+        super().__init__(adapter)
+        # Of each optimizer, in order.
+        self._buckets: weakref.WeakValueDictionary[int, Buckets] = weakref.WeakValueDictionary()
+        self._first: Buckets | None = None  # whose variables all have
+        self._numbers = itertools.count()
+        self._assigned: tuple[float, Flags] | None = None  # weight and flags in the variables
+        self._sums = 0  # number of sums before the current part
+
+    @override
+    def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        adapter = self.adapter
+        with tf.device("/CPU:0"):
+            if self._first is None:
+                first = self._first = Buckets("gradients", self.sum_tensor, lambda: adapter)
+                adapter.waits.traced.append(first.traced_calls)
+                adapter.read_flags = lambda: first.flags
+            number, kind = next(self._numbers), TYPES.get(adapter.comm_options.compression)
+            buckets = self._first.another(f"gradients.{number}" if number else "gradients", kind)
+        self._buckets[number] = buckets
+        if adapter.shards is None:  # without shards all ranks weigh the same
+            buckets.weight.assign(adapter.part_weight)
+        distribute(optimizer, buckets)
+        return model, optimizer
+
+    @override
+    def begin_part(self, shards: Shards, part: Part) -> None:
+        if self._first is None:
+            return
+        sums = int(self._first.sums)
+        if sums > self._sums and shards.current:
+            shards.use()  # a traced function has used it
+        self._sums = sums
+        values = (part.weight, self.adapter.flags)
+        if values != self._assigned:  # most parts of an epoch have the same weight
+            self._assigned = values
+            self._first.weight.assign(np.asarray(values[0]))  # see TFTask.update
+            self._first.send(values[1])
+
+    @property
+    @override
+    def gradient_sums(self) -> Sequence[SummedGradients]:
+        return list(self._buckets.values())

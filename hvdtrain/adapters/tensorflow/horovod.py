@@ -1,16 +1,16 @@
-"""The eight steps for TensorFlow over Horovod."""
+"""The strategy of Horovod for TensorFlow."""
 
 from __future__ import annotations
 
 import horovod.tensorflow as hvd
 from typing_extensions import override
 
-from hvdtrain.adapters.tensorflow.bucketed import BucketedAdapter
+from hvdtrain.adapters.tensorflow.buckets import BucketStrategy
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.collectives.horovod_tf import HorovodTensorFlow
 
 
-class HorovodAdapter(BucketedAdapter):
+class Horovod(BucketStrategy):
     """Horovod sums the buckets."""
 
     name = "horovod"
@@ -19,7 +19,7 @@ class HorovodAdapter(BucketedAdapter):
     @override
     def connect(self) -> Communicator:
         communicator = HorovodTensorFlow()
-        self.claim_device(hvd.local_rank(), hvd.local_size())
+        self.adapter.framework.claim_device(hvd.local_rank(), hvd.local_size())
         return communicator
 
     @override

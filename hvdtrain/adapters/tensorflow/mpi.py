@@ -1,4 +1,4 @@
-"""The eight steps for TensorFlow over MPI only, for sites on which Horovod cannot be built."""
+"""The strategy of MPI only for TensorFlow, for sites on which Horovod cannot be built."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.adapters.tensorflow.bucketed import BucketedAdapter
+from hvdtrain.adapters.tensorflow.buckets import BucketStrategy
 
 if TYPE_CHECKING:  # importing it starts MPI, for which the variables of step 1 come first
     from hvdtrain.collectives.mpi4py import Halves, Mpi4py
 
 
-class MpiAdapter(BucketedAdapter):
+class Mpi(BucketStrategy):
     """MPI sums the buckets in host memory."""
 
     name = "mpi"
     runtime = "MPI"
-    communicator: Mpi4py
 
     @override
     def connect(self) -> Mpi4py:
         from hvdtrain.collectives.mpi4py import Mpi4py
 
-        communicator = Mpi4py()
-        self.claim_device(communicator.local_rank, communicator.local_size)
-        return communicator
+        self._mpi = Mpi4py()
+        self.adapter.framework.claim_device(self._mpi.local_rank, self._mpi.local_size)
+        return self._mpi
 
     @override
     def sum_tensor(self, values: Any, name: str) -> Any:
@@ -40,8 +39,8 @@ class MpiAdapter(BucketedAdapter):
 
     def _sum(self, values: Any) -> Any:
         if values.itemsize == tf.float16.size:
-            return self.communicator.sum_halves(values.copy(), _halves(values.dtype))
-        return self.communicator.sum_tensor(values.copy(), "")
+            return self._mpi.sum_halves(values.copy(), _halves(values.dtype))
+        return self._mpi.sum_tensor(values.copy(), "")
 
 
 @functools.cache

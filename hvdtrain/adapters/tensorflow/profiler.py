@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.adapters.profiler import RANK, STEP, Profiler
+from hvdtrain.adapters.framework import RANK, STEP, Profiler
 
 GPU = "/device:GPU"  # beginning of the name of a plane
 START = "profile_start_time"

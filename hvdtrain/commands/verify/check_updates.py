@@ -85,7 +85,7 @@ def measure_gradient(probe: Probe) -> Facts:
     """
     adapter, plain = probe.adapter, probe.plain
     task = probe.task(plain.train.samples, seed=0)
-    task.no_sync, task.sum_shards = adapter.no_sync, adapter.sum_shards
+    task.no_sync, task.sum_shards = adapter.strategy.no_sync, adapter.strategy.sum_shards
     task.model, task.optimizer = adapter.distribute_optimizer(task.model, task.optimizer)
     shards = Shards(1, 1, on_begin=adapter.begin_part)  # step 3 is verified separately
     applied, whole = [], []

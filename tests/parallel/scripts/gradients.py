@@ -189,7 +189,7 @@ def check_messages() -> None:
     """Compare the bytes that the library was handed, and those that are reported."""
     size = 8 if hvd.comm_options.compression == NONE else 2
     assert all(size * COLUMNS <= nbytes < size * ELEMENTS for _, nbytes in sent)
-    messages = hvd.gradient_sums[-1].messages
+    messages = hvd.strategy.gradient_sums[-1].messages
     assert size * COLUMNS <= messages["bytes"] / messages["count"] < size * ELEMENTS
 
 

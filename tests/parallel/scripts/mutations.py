@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.commands.verify.ranks import verify
 from hvdtrain.steps.checkpoint_files import MODEL_FILE
 from hvdtrain.steps.sharding import Part, Shards
@@ -26,9 +27,7 @@ from hvdtrain.system.runtime.detect import detect
 from tests.saves import save as save_alone
 
 framework, result, selection = sys.argv[1:]
-module = importlib.import_module(f"hvdtrain.adapters.{framework}.horovod")
 tasks = importlib.import_module(f"hvdtrain.tasks.training_step_{framework}")
-Horovod = module.HorovodAdapter
 Task = tasks.TorchTask if framework == "pytorch" else tasks.TFTask
 
 
@@ -63,14 +62,14 @@ def all_cores(original: Any, self: Any) -> str:
 
 
 def whole_set(original: Any, self: Any, samples: int, **kwargs: Any) -> Any:
-    self._shards = Shards(samples, kwargs["global_batch"], kwargs["seed"], 0, 1)
-    return self._shards
+    self.shards = Shards(samples, kwargs["global_batch"], kwargs["seed"], 0, 1)
+    return self.shards
 
 
 def first_shard(original: Any, self: Any, samples: int, **kwargs: Any) -> Any:
     size = self.world.size
-    self._shards = Shards(samples, kwargs["global_batch"], kwargs["seed"], 0, size)
-    return self._shards
+    self.shards = Shards(samples, kwargs["global_batch"], kwargs["seed"], 0, size)
+    return self.shards
 
 
 def seed_by_rank(original: Any, self: Any, samples: int, **kwargs: Any) -> Any:
@@ -236,7 +235,7 @@ for name, (step, *change) in MUTATIONS.items():
         continue
     if framework == "tensorflow" and step == 2:
         continue  # its threads cannot be changed any more; test_verify.py starts new ranks
-    with around(Horovod, *change) if len(change) == 2 else change[0]:
+    with around(CommonAdapter, *change) if len(change) == 2 else change[0]:
         rows = verify(framework, "horovod", lambda row: None)
     results[name] = {"expected": step, "rows": [row.data() for row in rows]}
 Path(result, f"{detect(os.environ).rank}.json").write_text(json.dumps(results))

@@ -59,7 +59,7 @@ def compare(name: str, layer: Any, shape: tuple[int, ...], centre: float) -> Non
     x, upstream = torch.randn(2, SAMPLES, CHANNELS, *shape, dtype=torch.float64)
     x = x + centre * torch.tensor([1.0, 0.0, -1.0]).view(1, -1, *[1] * len(shape))
     plain, steps = copy.deepcopy(layer), 0
-    hvd.synchronize_batchnorm(SimpleNamespace(model=layer))
+    hvd.strategy.synchronize_batchnorm(SimpleNamespace(model=layer))
     running: list[Any] = [np.zeros(CHANNELS), np.ones(CHANNELS)]
     for part in hvd.shard_data(SAMPLES, global_batch=BATCH).epoch(0):
         steps += 1
@@ -76,7 +76,7 @@ def compare(name: str, layer: Any, shape: tuple[int, ...], centre: float) -> Non
         if part.count:
             check(f"{name} gradient", mine.grad * part.weight, wanted[1][rows])
         for parameter, value in zip(layer.parameters(), wanted[2:4], strict=False):
-            total = hvd.sum_tensor(parameter.grad * part.weight, "test")
+            total = hvd.strategy.sum_tensor(parameter.grad * part.weight, "test")
             check(f"{name} parameter", total, value)
         factor = layer.momentum or 1 / steps
         running = [

@@ -254,12 +254,12 @@ def one_model_after_the_other() -> None:
         assert other.saving_agreed == saving
         other.check_replicas(net, optimizer)
         held.append((net, optimizer))
-    assert len(other.gradient_sums) == 2 * (size > 1)
+    assert len(other.strategy.gradient_sums) == 2 * (size > 1)
     held.clear()
     del net, optimizer
     gc.collect()
     assert [reference() for reference in kept] == [None, None]
-    assert not other.gradient_sums
+    assert not other.strategy.gradient_sums
 
 
 def misuse(folder: Path) -> None:

@@ -180,7 +180,8 @@ def tasks(hvd: CommonAdapter) -> None:
     """A task makes as many passes on every rank, whatever the number of samples."""
     import keras
 
-    from hvdtrain.adapters.tensorflow.single import SingleAdapter
+    from hvdtrain.adapters.single import Single
+    from hvdtrain.adapters.tensorflow.framework import TensorFlow
     from hvdtrain.tasks.training_step_tensorflow import InMemory, TFTask
 
     x, y = np.random.default_rng(0).normal(size=(5, 3)), np.array([0, 1, 1, 0, 1])
@@ -190,9 +191,9 @@ def tasks(hvd: CommonAdapter) -> None:
         norm = keras.layers.BatchNormalization(dtype="float64")
         task = TFTask(normed(norm), options, InMemory(x, y, "/CPU:0"), None)
         if adapter is hvd:
-            hvd.synchronize_batchnorm(task)
+            hvd.strategy.synchronize_batchnorm(task)
             task.model, task.optimizer = hvd.distribute_optimizer(task.model, task.optimizer)
-        adapter._models.add(task.model)
+        adapter.models.add(task.model)
         task.leave_out, losses = adapter.leave_out, []
         for epoch in range(2):
             for part in shards.epoch(epoch):
@@ -204,7 +205,7 @@ def tasks(hvd: CommonAdapter) -> None:
 
     # One pass over the whole batch: as BatchNorm over the global batch of each pass has it.
     for passes in (1, 3) if hvd.world.size == 1 else (1,):
-        alone, losses = train(SingleAdapter(), Shards(5, 4), passes)
+        alone, losses = train(CommonAdapter(TensorFlow, Single), Shards(5, 4), passes)
         found, parts = train(hvd, hvd.shard_data(5, global_batch=4), passes)
         np.testing.assert_allclose(found, alone, rtol=0, atol=1e-12)
         np.testing.assert_allclose(hvd.communicator.sum(np.array(parts)), losses, atol=1e-12)

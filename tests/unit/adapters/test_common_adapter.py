@@ -7,19 +7,22 @@ import os
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvdtrain.adapters.common_adapter import CommonAdapter, Flags
+from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.preflight import exchange
 from hvdtrain.adapters.state_view import StateView
+from hvdtrain.adapters.strategy import BaseStrategy
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.steps import integrity
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
 from hvdtrain.steps.integrity import RankFacts
+from hvdtrain.steps.sharding import Shards
 from hvdtrain.steps.world import World
 from tests.saves import save
 
@@ -52,25 +55,28 @@ class ArrayView(StateView):
         self.model["running"] = dict(arrays)
 
 
-class ArrayAdapter(CommonAdapter):
-    """Weights, momenta and running statistics in dictionaries."""
+class Threads(BaseStrategy):
+    """Ranks that are threads."""
 
     name = "horovod"
     runtime = "the threads"
-    whole_view = ArrayView
 
-    def __init__(self, communicator: Communicator) -> None:
-        super().__init__()
+    def connect(self) -> Communicator:
+        return self.adapter.communicator
+
+
+class ArrayAdapter(CommonAdapter):
+    """Weights, momenta and running statistics in dictionaries."""
+
+    def __init__(self, communicator: Communicator, strategy: type[BaseStrategy] = Threads) -> None:
+        arrays = SimpleNamespace(
+            cpu="cpu", view=ArrayView, shards=Shards, leave_out=lambda *_: None
+        )
+        super().__init__(lambda: arrays, strategy)  # type: ignore[arg-type]
         self.communicator = communicator
         self.world = World(
             communicator.rank, communicator.size, communicator.rank, communicator.size, "h", 1
         )
-
-    def connect(self) -> Communicator:
-        return self.communicator
-
-    def pin_device(self) -> str:
-        return "none"
 
     def check_trained(self, model: Any, optimizer: Any) -> None:
         pass
@@ -370,22 +376,21 @@ def test_threads_are_those_of_the_user_or_the_share_of_the_cores(
 
 def test_sums_of_several_optimizers_are_combined() -> None:
     class Sums:
-        def __init__(
-            self, seconds: float | None, messages: dict[str, int] | None, stop: bool
-        ) -> None:
-            self.blocked_seconds, self.messages, self.flags = seconds, messages, Flags(stop, False)
+        def __init__(self, seconds: float | None, messages: dict[str, int] | None) -> None:
+            self.blocked_seconds, self.messages = seconds, messages
 
-    class Several(ArrayAdapter):
-        gradient_sums = ()  # type: ignore[assignment]
+    class Several(Threads):
+        gradient_sums: Any = ()
 
-    adapter = Several(SingleRank())
+    adapter = ArrayAdapter(SingleRank(), Several)
+    strategy: Any = adapter.strategy
     assert (adapter.blocked_seconds, adapter.gradient_messages) == (0.0, None)
     adapter.world = World(0, 2, 0, 2, "h", 1)
     assert adapter.blocked_seconds is None
     first, second = {"count": 2, "bytes": 8}, {"count": 1, "bytes": 4}
-    adapter.gradient_sums = (Sums(0.5, first, False), Sums(0.25, second, True))  # type: ignore[assignment]
-    assert (adapter.blocked_seconds, adapter.flags_agreed.stop) == (0.75, True)
+    strategy.gradient_sums = (Sums(0.5, first), Sums(0.25, second))
+    assert adapter.blocked_seconds == 0.75
     assert adapter.gradient_messages == {"count": 3, "bytes": 12}
-    adapter.gradient_sums = (Sums(None, None, False), Sums(0.25, second, False))  # type: ignore[assignment]
-    assert (adapter.blocked_seconds, adapter.flags_agreed.stop) == (None, False)
+    strategy.gradient_sums = (Sums(None, None), Sums(0.25, second))
+    assert adapter.blocked_seconds is None
     assert adapter.gradient_messages == second

@@ -14,7 +14,7 @@ import pytest
 
 from hvdtrain.adapters import save as saves
 from hvdtrain.adapters import state
-from hvdtrain.adapters.common_adapter import Flags
+from hvdtrain.adapters.framework import Flags
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import CheckpointError, HvdtrainError, TrainingError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -24,14 +24,14 @@ from tests.unit.adapters.test_common_adapter import ArrayAdapter, Model, model_o
 class Sums:
     """The sums of an update, which the test makes by ``update``."""
 
-    blocked_seconds, messages = 0.0, None
-
     def __init__(self, adapter: StepAdapter) -> None:
-        self.adapter, self.flags = adapter, Flags(stop=False, saving=False)
+        self.adapter, flags = adapter, Flags(stop=False, saving=False)
+        adapter.read_flags = lambda: flags
 
     def update(self) -> None:
         rows = self.adapter.communicator.gather_json(self.adapter.flags)
-        self.flags = Flags(*map(any, zip(*rows, strict=True)))
+        flags = Flags(*map(any, zip(*rows, strict=True)))
+        self.adapter.read_flags = lambda: flags
 
 
 class StepAdapter(ArrayAdapter):
@@ -40,10 +40,6 @@ class StepAdapter(ArrayAdapter):
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
         self.sums = Sums(self)
-
-    @property
-    def gradient_sums(self) -> Any:
-        return [self.sums]
 
 
 def begun(communicator: Communicator, folder: Path, **changes: Any) -> tuple[Any, Model, Any]:

@@ -52,7 +52,7 @@ def evaluated(task: Any, communicator: Communicator, global_batch: int) -> dict[
 
     adapter: Any = SimpleNamespace(
         world=World(rank, size, rank, size, "h", 1),
-        evaluates_together=False,
+        strategy=SimpleNamespace(evaluates_together=False),
         averaged_buffers=nullcontext,
         average_metrics=average,
         communicator=communicator,

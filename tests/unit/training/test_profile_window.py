@@ -12,7 +12,7 @@ import pytest
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.adapters.profiler import Profiler
+from hvdtrain.adapters.framework import Profiler
 from hvdtrain.config.options import Options
 from hvdtrain.system.runtime.waits import SUM, Waits
 from hvdtrain.training.windows import ProfileWindow

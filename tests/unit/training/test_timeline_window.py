@@ -70,6 +70,7 @@ def run(
 ) -> tuple[list[str], list[int], TimelineWindow]:
     """What is asked of the adapter in those steps, and which of them are recorded."""
     log: Any = Log()
+    log.strategy = log
     options = Options(timeline=file, timeline_steps=span)
     window = TimelineWindow(options, cast(CommonAdapter, log), environ or {})
     recorded = []

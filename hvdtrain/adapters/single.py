@@ -1,14 +1,14 @@
-"""The eight steps for TensorFlow in one process, without Horovod."""
+"""The strategy of one process, for any framework, without Horovod."""
 
 from __future__ import annotations
 
 from typing_extensions import override
 
-from hvdtrain.adapters.tensorflow.adapter import TensorFlowAdapter
+from hvdtrain.adapters.strategy import BaseStrategy
 from hvdtrain.collectives.base import Communicator, SingleRank
 
 
-class SingleAdapter(TensorFlowAdapter):
+class Single(BaseStrategy):
     """One process, without communication."""
 
     name = "single"
@@ -16,5 +16,5 @@ class SingleAdapter(TensorFlowAdapter):
 
     @override
     def connect(self) -> Communicator:
-        self.claim_device(0, 1)
+        self.adapter.framework.claim_device(0, 1)
         return SingleRank()

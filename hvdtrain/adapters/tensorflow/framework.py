@@ -1,4 +1,4 @@
-"""Steps 2, 6 and 7 for TensorFlow: devices, and state of model and optimizer as arrays.
+"""TensorFlow: devices, and state of model and optimizer as variables.
 
 Precision, clipping and accumulation are in ``tasks/training_step_tensorflow.py``.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -16,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.adapters.profiler import Profiler, rank_facts
-from hvdtrain.adapters.state_view import Groups, StateView, check_names
+from hvdtrain.adapters.digests import Groups
+from hvdtrain.adapters.framework import Framework, Profiler, Rank, SumOverRanks
+from hvdtrain.adapters.state_view import StateView, check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import (
@@ -31,7 +30,6 @@ from hvdtrain.steps.checkpoint_files import (
 from hvdtrain.steps.tensor_file import ArraySpec
 from hvdtrain.system.machine.gpus import gpu_of_rank
 from hvdtrain.system.machine.threads import local_cores, requested_threads
-from hvdtrain.system.output.text import plural
 
 Variables = dict[str, Any]  # of Keras, by name
 SCALE = "loss_scale/"  # begins the names of the state of a LossScaleOptimizer itself
@@ -102,33 +100,28 @@ class KerasView(StateView):
                 value.assign(arrays[name])
 
 
-class TensorFlowAdapter(CommonAdapter):
-    """TensorFlow's part of an adapter; a strategy adds ``connect`` and step 5."""
+class TensorFlow(Framework):
+    """TensorFlow on this rank."""
 
-    device: str = "/CPU:0"
-    whole_view = KerasView
+    cpu = "/CPU:0"
     kinds = (
         ("keras.Model", keras.Model),
         ("keras.optimizers.Optimizer", keras.optimizers.Optimizer),
     )
 
     def __init__(self) -> None:
-        super().__init__()
         if keras.backend.backend() != "tensorflow":
             raise UsageError(
                 f"KERAS_BACKEND={keras.backend.backend()}: --framework tensorflow needs Keras on "
                 "TensorFlow; unset the variable"
             )
         self._gpus: list[Any] = []
-        self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # that are trained
         self.stand_in: Any = False  # whether the samples of the current passes are one
         self._kept: dict[bool, tuple[Any, list[Any]]] = {}  # running statistics before them
 
+    @override
     def claim_device(self, local_rank: int, local_size: int) -> None:
-        """Select a GPU or the number of threads, before TensorFlow's runtime starts.
-
-        ``connect`` calls it before the first collective, which is an operation of TensorFlow.
-        """
+        # Each collective is an operation of TensorFlow, whose runtime then starts.
         self._gpus = tf.config.list_physical_devices("GPU")
         try:
             if self._gpus:
@@ -148,44 +141,41 @@ class TensorFlowAdapter(CommonAdapter):
             ) from error
 
     @override
-    def pin_device(self) -> str:
-        count = len(self._gpus)
-        index = gpu_of_rank(self.world.local_rank, count)
-        details = tf.config.experimental.get_device_details(self._gpus[index]) if count else {}
-        name = str(details.get("device_name", "unknown"))
-        self.check_devices(name, index, count)
-        if count:
-            self.device = "/GPU:0"  # the only visible one
-            self.has_gpu = True
-            return f"gpu {index} ({name})"
-        self.threads = tf.config.threading.get_intra_op_parallelism_threads()
-        self.check_threads()
-        return f"cpu, {plural(self.threads, 'thread')}"
-
-    @property
-    @override
-    def peak_memory_bytes(self) -> int:
-        if not self.has_gpu:
-            return super().peak_memory_bytes
-        return int(tf.config.experimental.get_memory_info(self.device)["peak"])
-
-    def sum_tensor(self, values: Any, name: str) -> Any:
-        """Return the sum of ``values`` over all ranks, not differentiable."""
-        return self.communicator.sum_tensor(values, name)
+    def gpus(self) -> int:
+        return len(self._gpus)
 
     @override
-    def synchronize_batchnorm(self, task: Any) -> None:
-        if self.world.size > 1:
-            batchnorm.convert(task.model, self)
+    def gpu_name(self, index: int) -> str:
+        details = tf.config.experimental.get_device_details(self._gpus[index])
+        return str(details.get("device_name", "unknown"))
 
     @override
-    def distribute_optimizer(self, model: Any, optimizer: Any = None) -> tuple[Any, Any]:
-        both = super().distribute_optimizer(model, optimizer)
-        self._models.add(model)
-        return both
+    def use_gpu(self, index: int) -> tuple[str, str]:
+        return "/GPU:0", f"gpu {index}"  # the only visible one
 
     @override
-    def leave_out(self, stand_in: Any) -> None:
+    def use_threads(self, share: Callable[[], int]) -> int:
+        return int(tf.config.threading.get_intra_op_parallelism_threads())  # by `claim_device`
+
+    @override
+    def peak_memory(self, device: Any) -> int:
+        return int(tf.config.experimental.get_memory_info(device)["peak"])
+
+    @override
+    def view(self, adapter: Rank, model: Any) -> KerasView:
+        return KerasView(adapter, model)
+
+    @override
+    def prepare(self, adapter: Rank, model: Any, optimizer: Any) -> None:
+        pass  # Keras has nothing that cannot be saved
+
+    @override
+    def synchronize_batchnorm(self, adapter: Rank, task: Any, sum_tensor: SumOverRanks) -> None:
+        if adapter.world.size > 1:
+            batchnorm.convert(task.model, sum_tensor, adapter.world, self)
+
+    @override
+    def leave_out(self, models: Iterable[Any], stand_in: Any) -> None:
         # A traced function has a state of its own, in which `stand_in` is a tensor.
         self.stand_in, traced = stand_in, tf.inside_function()
         before, kept = self._kept.pop(traced, (False, []))
@@ -197,7 +187,7 @@ class TensorFlowAdapter(CommonAdapter):
         if kept:
             tf.cond(before, restore, lambda: None)
         if stand_in is not False:
-            values = [value for model in self._models for value in batchnorm.statistics(model)]
+            values = [value for model in models for value in batchnorm.statistics(model)]
             self._kept[traced] = stand_in, [(each, tf.identity(each.value)) for each in values]
 
     @override
@@ -205,14 +195,17 @@ class TensorFlowAdapter(CommonAdapter):
         tf.config.experimental.enable_tensor_float_32_execution(wanted)
 
     @override
-    def start_profiler(self) -> Profiler:
+    def start_profiler(self, rank_facts: Mapping[str, object]) -> Profiler:
         from hvdtrain.adapters.tensorflow.profiler import TensorFlowProfiler
 
-        return TensorFlowProfiler(rank_facts(self.world, self.name))
+        return TensorFlowProfiler(rank_facts)
 
     @override
     def make_deterministic(self) -> None:
         tf.config.experimental.enable_op_determinism()
+
+
+FRAMEWORK = TensorFlow
 
 
 def _assign(variables: Variables, arrays: Tensors, trouble: str) -> None:

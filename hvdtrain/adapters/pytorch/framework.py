@@ -1,4 +1,4 @@
-"""Steps 2, 6 and 7 for PyTorch: devices, state of model and optimizer as arrays, the profiler.
+"""PyTorch: devices, state of model and optimizer as tensors, the profiler.
 
 Precision, clipping and accumulation are in ``tasks/training_step_pytorch.py``.
 """
@@ -10,10 +10,8 @@ import json
 import logging
 import operator
 import os
-import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -21,25 +19,15 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.adapters.profiler import RANK, STEP, Profiler, rank_facts
-from hvdtrain.adapters.pytorch import batchnorm, elementwise
+from hvdtrain.adapters.digests import Groups, compare, digests_of
+from hvdtrain.adapters.framework import Framework, Profiler, Rank, SumOverRanks
+from hvdtrain.adapters.pytorch import batchnorm
 from hvdtrain.adapters.pytorch.loader import TorchShards
-from hvdtrain.adapters.state_view import (
-    Groups,
-    HostCopies,
-    StateView,
-    check_names,
-    compare,
-    digests_of,
-)
-from hvdtrain.config.comm_options import NONE
+from hvdtrain.adapters.state_view import HostCopies, StateView, check_names
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
 from hvdtrain.steps.tensor_file import ArraySpec
 from hvdtrain.system.machine import accelerator
-from hvdtrain.system.machine.gpus import gpu_of_rank
-from hvdtrain.system.output.text import plural
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +75,7 @@ class TensorCopies(HostCopies):
 class TorchView(StateView):
     """State of a PyTorch model and its optimizer."""
 
-    adapter: PyTorchAdapter
+    adapter: Rank
 
     @override
     def tensors(self, optimizer: Any = None) -> dict[str, dict[str, torch.Tensor]]:
@@ -219,141 +207,84 @@ class TorchView(StateView):
                 value.copy_(tensor_of(arrays[name]))
 
 
-class TorchProfiler(Profiler):
-    """torch.profiler, until ``stop``; ``facts`` of the rank, if torch.distributed has none."""
+class PyTorch(Framework):
+    """PyTorch on this rank."""
 
-    def __init__(self, facts: Mapping[str, object]) -> None:
-        # It would print a line at the start and the end of each profile.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        self._profile = torch.profiler.profile()
-        self._profile.start()
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            self._profile.add_metadata_json(RANK, json.dumps(facts))
-
-    @override
-    def step(self, number: int) -> AbstractContextManager[Any]:
-        return torch.profiler.record_function(f"{STEP}#{number}")
-
-    @override
-    def mark(self, name: str) -> AbstractContextManager[Any]:
-        return torch.profiler.record_function(name)
-
-    @override
-    def stop(self, path: Path) -> None:
-        self._profile.stop()
-        self._profile.export_chrome_trace(str(path))
-
-
-class PyTorchAdapter(CommonAdapter):
-    """PyTorch's part of an adapter; a strategy adds ``connect`` and step 5."""
-
-    device: torch.device = torch.device("cpu")
-    whole_view = TorchView
-    shards_class = TorchShards
     kinds = (("torch.nn.Module", torch.nn.Module), ("torch.optim.Optimizer", torch.optim.Optimizer))
-    unsummed: tuple[torch.dtype, ...] = ()  # types of gradients that the library cannot sum
-    updates = ""  # the part of the model that a rank updates, if not the whole
+    cpu = torch.device("cpu")
+    shards = TorchShards
 
     def __init__(self) -> None:
-        super().__init__()
-        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._left_out: list[_BatchNorm] = []  # layers whose input is a stand-in
 
     @override
-    def pin_device(self) -> str:
-        count = accelerator.count()
-        index = gpu_of_rank(self.world.local_rank, count)
-        name = accelerator.name(index) if count else "cpu"
-        self.check_devices(name, index, count)
-        if count:
-            self.device = accelerator.take(index)
-            self.has_gpu = True
-            return f"{self.device} ({name})"
-        self.threads = self.cpu_threads()
-        torch.set_num_threads(self.threads)
-        self.check_threads()
-        return f"cpu, {plural(self.threads, 'thread')}"
+    def gpus(self) -> int:
+        return accelerator.count()
 
     @override
-    def check_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for name, value in TorchView(self, model).tensors()[MODEL_FILE].items():
+    def gpu_name(self, index: int) -> str:
+        return accelerator.name(index)
+
+    @override
+    def use_gpu(self, index: int) -> tuple[torch.device, str]:
+        device = accelerator.take(index)
+        return device, str(device)
+
+    @override
+    def use_threads(self, share: Callable[[], int]) -> int:
+        threads = share()
+        torch.set_num_threads(threads)
+        return threads
+
+    @override
+    def peak_memory(self, device: Any) -> int:
+        return accelerator.peak_memory()
+
+    @override
+    def view(self, adapter: Rank, model: Any) -> TorchView:
+        return TorchView(adapter, model)
+
+    @override
+    def prepare(self, adapter: Rank, model: Any, optimizer: Any) -> None:
+        for name, value in TorchView(adapter, model).tensors()[MODEL_FILE].items():
             if value.dtype == torch.complex128:  # buffers that are not saved may be
                 raise UsageError(
                     f"{name} of the model is complex128, which safetensors, and so a checkpoint, "
                     "does not have: keep its real and imaginary parts (torch.view_as_real)"
                 )
         check_saved(dict(unwrapped(model).named_buffers()))
-        if self.world.devices > 1:
-            self._check_types(model, optimizer)
-        text = ""
-        if self.updates and self.world.devices > 1:
-            text = elementwise.check(optimizer, self.name, self.updates)
-        if isinstance(optimizer, torch.optim.LBFGS):
-            text = "LBFGS keeps lists, which no checkpoint holds: save with None as the optimizer"
-        if text and self.communicator.is_root:
-            _warn(text)
+        if isinstance(optimizer, torch.optim.LBFGS) and adapter.communicator.is_root:
+            warn_once(
+                "LBFGS keeps lists, which no checkpoint holds: save with None as the optimizer"
+            )
         if not any(map(IS_TRAINED, parameters_of(optimizer))):
             raise UsageError(
                 "distribute_optimizer: no parameter of the optimizer has requires_grad, so nothing "
                 "would be trained: freeze after this call what is to be trained later"
             )
-        if isinstance(optimizer, torch.optim.SparseAdam) and self.world.devices > 1:
+        if isinstance(optimizer, torch.optim.SparseAdam) and adapter.world.devices > 1:
             raise UsageError(
                 "distribute_optimizer: SparseAdam takes only sparse gradients, the sum over the "
                 "ranks is dense: use torch.optim.Adam"
             )
-
-    @override
-    def distribute_optimizer(self, model: Any, optimizer: Any = None) -> tuple[Any, Any]:
-        distributed = super().distribute_optimizer(model, optimizer)
-        self._models.add(model)
-        if not hasattr(optimizer, "synchronize"):  # as of a strategy that sums gradients itself
+        if not hasattr(optimizer, "synchronize"):  # unless a strategy sums assigned gradients
             optimizer.synchronize = lambda: None
-        return distributed
 
     @override
-    def leave_out(self, stand_in: bool) -> None:
+    def leave_out(self, models: Iterable[Any], stand_in: bool) -> None:
         if stand_in == bool(self._left_out):
             return
-        layers = (layer for model in self._models for layer in model.modules())
+        layers = (layer for model in models for layer in model.modules())
         changed = list(filter(batchnorm.tracks, layers)) if stand_in else self._left_out
         for layer in changed:
             batchnorm.leave_out(layer, stand_in)
         self._left_out = changed if stand_in else []
 
-    def _check_types(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``UsageError`` if there are gradients of a type that cannot be summed."""
-        compressed = () if self.comm_options.compression == NONE else (torch.complex64,)
-        for value in (*model.parameters(), *parameters_of(optimizer)):
-            if value.requires_grad and value.dtype in self.unsummed + compressed:
-                raise UsageError(
-                    f"distribute_optimizer: --strategy {self.name} cannot sum {value.dtype}, which "
-                    "the model has: keep the parameters in float32 (complex ones as real and "
-                    "imaginary parts), or use --strategy ddp without --compression"
-                )
-
-    @property
     @override
-    def peak_memory_bytes(self) -> int:
-        if not self.has_gpu:
-            return super().peak_memory_bytes
-        return accelerator.peak_memory()
-
-    @override
-    def synchronize_batchnorm(self, task: Any) -> None:
-        self._models.add(task.model)
-        if batchnorm.convert(task.model, self.sum_tensor, lambda: self.part_weight, self.world):
+    def synchronize_batchnorm(self, adapter: Rank, task: Any, sum_tensor: SumOverRanks) -> None:
+        adapter.models.add(task.model)
+        if batchnorm.convert(task.model, sum_tensor, lambda: adapter.part_weight, adapter.world):
             task.collective_passes = True  # the other ranks wait in each BatchNorm layer
-
-    def state_of_root(self, optimizer: torch.optim.Optimizer) -> Checkpoint:
-        """Return rank 0's whole state of an ``optimizer`` that is not sharded yet."""
-        mine = optimizer_tensors(optimizer if self.communicator.is_root else None)
-        arrays = {name: array_of(value) for name, value in mine.items()}
-        return Checkpoint({}, self.communicator.broadcast_arrays(arrays))
-
-    def sum_tensor(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the sum of ``values`` over all ranks, not differentiable."""
-        return self.communicator.sum_tensor(values.clone().contiguous(), name)
 
     @override
     def make_deterministic(self) -> None:
@@ -373,8 +304,13 @@ class PyTorchAdapter(CommonAdapter):
         accelerator.use_tf32(wanted)
 
     @override
-    def start_profiler(self) -> Profiler:
-        return TorchProfiler(rank_facts(self.world, self.name))
+    def start_profiler(self, rank_facts: Mapping[str, object]) -> Profiler:
+        from hvdtrain.adapters.pytorch.profiler import TorchProfiler
+
+        return TorchProfiler(rank_facts)
+
+
+FRAMEWORK = PyTorch
 
 
 def check_saved(tensors: Mapping[str, Any]) -> None:
@@ -402,7 +338,8 @@ def _is_in_numpy(kind: torch.dtype) -> bool:
 
 
 @functools.cache  # for several optimizers
-def _warn(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a warning, once in this process."""
     log.warning(text)
 
 
