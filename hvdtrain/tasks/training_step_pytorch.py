@@ -82,7 +82,7 @@ def mix(first: torch.Tensor, second: torch.Tensor, shares: torch.Tensor) -> torc
 
 
 class TorchTask(Task):
-    """A task in PyTorch."""
+    """A task in PyTorch; its arguments are those of ``Task``."""
 
     default_losses = staticmethod(cross_entropy)
     _erased, _mixed = staticmethod(erase), staticmethod(mix)

@@ -72,7 +72,7 @@ def mix(first: Any, second: Any, shares: Any) -> Any:
 
 
 class TFTask(Task):
-    """A task in TensorFlow, for any Keras model.
+    """A task in TensorFlow, for any Keras model; its arguments are those of ``Task``.
 
     The step is traced once, for batches of any size: values that change from step to step are
     arguments.
