@@ -16,7 +16,6 @@ from typing_extensions import override
 from hvdtrain.adapters import preflight
 from hvdtrain.adapters.framework import Flags, Framework, Profiler
 from hvdtrain.adapters.state import StateAdapter
-from hvdtrain.adapters.state_view import StateView
 from hvdtrain.adapters.strategy import BaseStrategy
 from hvdtrain.config.comm_options import CommOptions
 from hvdtrain.config.strategies import STRATEGIES
@@ -79,10 +78,6 @@ class CommonAdapter(StateAdapter):
             raise UsageError("call initialize() first (step 1): the adapter is not connected")
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
-    @override
-    def view(self, model: Any, optimizer: Any = None) -> StateView:
-        return self.strategy.view(model, optimizer)
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally in PyTorch's backward passes within the block."""
         return self.strategy.no_sync()
@@ -102,19 +97,12 @@ class CommonAdapter(StateAdapter):
         return Flags(self.stop_wanted, self.is_saving)
 
     @property
+    @override
     def flags_agreed(self) -> Flags:
-        """For each flag, whether any rank had set it at the last step; equal on all ranks.
-
-        Ranks that sum no gradients cannot know it: some may be saving.
-        """
         if self.read_flags:
             return self.read_flags()
+        # Ranks that sum no gradients cannot know it: some may be saving.
         return Flags(self.stop_wanted, saving=self.is_saving or self.world.size > 1)
-
-    @property
-    @override
-    def saving_agreed(self) -> bool:
-        return self.flags_agreed.saving
 
     @property
     def blocked_seconds(self) -> float | None:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hvdtrain.adapters.digests import DIFFERENT, compare
-from hvdtrain.adapters.state_view import Connected, Contribution
+from hvdtrain.adapters.framework import Flags
+from hvdtrain.adapters.state_view import Connected, Write
 from hvdtrain.errors import CheckpointError, HvdtrainError
 from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import State, Written
@@ -61,8 +62,8 @@ class Saving(Connected, Protocol):
     stop_wanted: bool
 
     @property
-    def saving_agreed(self) -> bool:
-        """Whether, at the last update, any rank was still writing."""
+    def flags_agreed(self) -> Flags:
+        """For each flag, whether any rank had set it at the last update."""
 
 
 class Status(Enum):
@@ -82,7 +83,8 @@ class Save:
     Args:
         adapter: adapter of this rank.
         directory: directory of the checkpoints.
-        contribution: what this rank writes.
+        write: function that writes this rank's files.
+        sharded: whether each rank writes files; otherwise only rank 0.
         state: JSON values of the checkpoint.
         keep: number of recent checkpoints to keep.
         in_background: whether to write in threads; otherwise the save is over when it is created.
@@ -92,19 +94,20 @@ class Save:
         self,
         adapter: Saving,
         directory: Path,
-        contribution: Contribution,
+        write: Write,
         state: State,
         keep: int,
         *,
+        sharded: bool,
         in_background: bool,
     ) -> None:
         self.step, self.status = int(state["step"]), Status.PENDING
         self._adapter, self._directory, self._state, self._keep = adapter, directory, state, keep
-        self._contribution: Contribution | None = contribution
-        self._in_background = in_background
+        self._write: Write | None = write
+        self._sharded, self._in_background = sharded, in_background
         self._thread: Future[Any] | None = None  # the result of the last one
         self._outcome: Path | Exception | None = None
-        self._stages = self._save(contribution)
+        self._stages = self._save(write)
         self._advance()
         if not in_background:
             self._complete()
@@ -120,7 +123,7 @@ class Save:
         Call it after an update: the save is over a few updates after all ranks have written their
         files. If it has failed, ``result`` raises the error, or else the next save.
         """
-        if self.status is Status.PENDING and not self._adapter.saving_agreed:
+        if self.status is Status.PENDING and not self._adapter.flags_agreed.saving:
             self._advance()
         return self.status is not Status.PENDING
 
@@ -149,16 +152,16 @@ class Save:
             return None
 
     def _complete(self) -> None:
-        mine, is_root = self._contribution, self._adapter.communicator.is_root
+        write, is_root = self._write, self._adapter.communicator.is_root
 
         def rescue() -> None:
             # The report of a failure has already named the checkpoint to resume from.
-            if mine and not is_failing():
+            if write and not is_failing():
                 folder = checkpoints.begin(self._directory, self.step)
-                files, _ = mine.write(folder)
+                files, _ = write(folder)
                 self._commit(folder, files)
 
-        writes_all = mine and is_root and not mine.sharded
+        writes_all = write and is_root and not self._sharded
         expected = self._adapter.stop_wanted
         with surviving_kill(rescue, expected=expected) if writes_all else nullcontext():
             while self.status is Status.PENDING:
@@ -178,16 +181,16 @@ class Save:
                     raise
                 directory = self._directory
                 self._adapter.communicator.on_root(lambda: checkpoints.remove_partial(directory))
-        self._contribution = self._thread = None  # release the memory of the state
+        self._write = self._thread = None  # release the memory of the state
 
-    def _save(self, contribution: Contribution) -> Generator[None, None, Path]:
+    def _save(self, write: Write) -> Generator[None, None, Path]:
         """Save the checkpoint, and return its path; the training continues at each ``yield``."""
         communicator, directory = self._adapter.communicator, self._directory
         begun = communicator.on_root(lambda: checkpoints.begin(directory, self.step))
         folder = Path(communicator.gather_json(str(begun))[0])
-        writing = self._start(lambda: contribution.write(folder))
+        writing = self._start(lambda: write(folder))
         yield
-        mine, digests = communicator.together(writing, alike=not contribution.sharded)
+        mine, digests = communicator.together(writing, alike=not self._sharded)
         compare(communicator, digests, DIFFERENT, when=f"after step {self.step} ")
         rows = communicator.gather_json(mine, list[Written])
         files = [file for row in rows for file in row]

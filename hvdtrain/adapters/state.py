@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.base import Adapter, JsonValues
 from hvdtrain.adapters.digests import OPTIONS, Groups, compare
-from hvdtrain.adapters.framework import Framework
+from hvdtrain.adapters.framework import Flags, Framework
 from hvdtrain.adapters.rank_buffers import (
     buffers_of_rank,
     different_buffers,
@@ -28,6 +28,7 @@ from hvdtrain.adapters.rank_buffers import (
 )
 from hvdtrain.adapters.save import Save, Status
 from hvdtrain.adapters.state_view import HostCopies, StateView
+from hvdtrain.adapters.strategy import BaseStrategy
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import checkpoint as checkpoints
@@ -48,6 +49,7 @@ class StateAdapter(Adapter):
     name: str  # of the strategy, as in --strategy
     communicator: Communicator
     framework: Framework
+    strategy: BaseStrategy
     stop_wanted = False  # whether a stop was requested, e.g. by a signal
 
     def __init__(self) -> None:
@@ -61,9 +63,9 @@ class StateAdapter(Adapter):
         # Options of each optimizer at its step 5 or 6.
         self._initial_options: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
 
-    @abstractmethod
     def view(self, model: Any, optimizer: Any = None) -> StateView:
         """Return the view of the state; a strategy that shards it returns that of step 5."""
+        return self.strategy.view(model, optimizer)
 
     def export_state(self, model: Any, optimizer: Any) -> Checkpoint:
         """Return the whole state as NumPy arrays by name: if it is sharded, to inspect a small one.
@@ -159,9 +161,17 @@ class StateAdapter(Adapter):
         if options := view.options(optimizer):
             state[OPTIONS] = [self._initial_options.get(optimizer, options), options]
         with self.averaged_buffers(model, all_rows=True) as ranks:
-            mine = view.contribute(optimizer, state, ranks, copies)
+            write = view.contribute(optimizer, state, ranks, copies)
             in_background = copies is not None
-            save = Save(self, directory, mine, state, keep, in_background=in_background)
+            save = Save(
+                self,
+                directory,
+                write,
+                state,
+                keep,
+                sharded=view.sharded,
+                in_background=in_background,
+            )
         self._save = save
         if in_background and not self._warns:
             self._warns = True
@@ -237,8 +247,8 @@ class StateAdapter(Adapter):
 
     @property
     @abstractmethod
-    def saving_agreed(self) -> bool:
-        """Whether, at the last update, any rank was still writing; equal on all ranks."""
+    def flags_agreed(self) -> Flags:
+        """For each flag, whether any rank had set it at the last step; equal on all ranks."""
 
     @together
     def load_checkpoint(

@@ -15,7 +15,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,20 +50,9 @@ from hvdtrain.steps.checkpoint_files import (
 )
 from hvdtrain.steps.tensor_file import ArraySpec
 
-
-@dataclass(frozen=True)
-class Contribution:
-    """What a rank contributes to a checkpoint.
-
-    Attributes:
-        write: function that writes this rank's files into a directory, and returns them, and the
-            digests of what all ranks have; of copies it sends no messages, otherwise all ranks must
-            call it together.
-        sharded: whether each rank writes files; otherwise only rank 0.
-    """
-
-    write: Callable[[Path], tuple[list[Written], Digests]]
-    sharded: bool = False
+Write = Callable[[Path], tuple[list[Written], Digests]]
+"""Writes this rank's files of a checkpoint into a directory; returns them, and the digests of what
+all ranks have. Of copies it sends no messages, otherwise all ranks must call it together."""
 
 
 class HostCopies:
@@ -239,8 +228,8 @@ class StateView(ABC):
 
     def contribute(
         self, optimizer: Any, state: State, ranks: Arrays, copies: HostCopies | None
-    ) -> Contribution:
-        """Return what this rank contributes to a checkpoint: rank 0 all, unless it is sharded.
+    ) -> Write:
+        """Return the function that writes what this rank contributes to a checkpoint.
 
         Args:
             optimizer: optimizer whose state is saved.
@@ -262,7 +251,7 @@ class StateView(ABC):
             files, written = self._write(folder, state["step"], pieces)
             return files, ordered(options, digests | written)
 
-        return Contribution(write, self.sharded)
+        return write
 
     def _write(self, folder: Path, step: int, pieces: list[Piece]) -> tuple[list[Written], Digests]:
         """Write this rank's files, in the common order in which all ranks gather the pieces."""

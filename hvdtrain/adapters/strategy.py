@@ -5,24 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from hvdtrain.adapters.framework import Rank
 from hvdtrain.adapters.state_view import StateView
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.steps.sharding import Part, Shards
-
-
-class SummedGradients(Protocol):
-    """Gradients of a model or an optimizer, summed over the ranks."""
-
-    @property
-    def blocked_seconds(self) -> float | None:
-        """Total seconds that this rank has waited for the sums; None: unknown."""
-
-    @property
-    def messages(self) -> dict[str, int] | None:
-        """``count`` and ``bytes`` of the messages of a step; None: unknown."""
 
 
 class BaseStrategy(ABC):
@@ -66,8 +54,12 @@ class BaseStrategy(ABC):
     # How gradients are summed
 
     @property
-    def gradient_sums(self) -> Sequence[SummedGradients]:
-        """Gradient sums, one per optimizer or model that is distributed over several ranks."""
+    def gradient_sums(self) -> Sequence[Any]:
+        """Gradient sums, one per optimizer or model that is distributed over several ranks.
+
+        Each has ``blocked_seconds``, this rank's total wait, and ``messages``, the ``count`` and
+        ``bytes`` of those of a step; None: unknown.
+        """
         return ()
 
     def begin_part(self, shards: Shards, part: Part) -> None:  # noqa: B027 (one process)

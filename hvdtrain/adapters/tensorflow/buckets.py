@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.framework import UNKNOWN, Flags, Rank
-from hvdtrain.adapters.strategy import BaseStrategy, SummedGradients
+from hvdtrain.adapters.strategy import BaseStrategy
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM, TracedCalls
 
@@ -293,5 +293,5 @@ class BucketStrategy(BaseStrategy):
 
     @property
     @override
-    def gradient_sums(self) -> Sequence[SummedGradients]:
+    def gradient_sums(self) -> Sequence[Any]:
         return list(self._buckets.values())

@@ -251,7 +251,7 @@ def one_model_after_the_other() -> None:
             optimizer.zero_grad()
             loss_of(net, x[part.indices], y[part.indices]).backward()
             optimizer.step()
-        assert other.saving_agreed == saving
+        assert other.flags_agreed.saving == saving
         other.check_replicas(net, optimizer)
         held.append((net, optimizer))
     assert len(other.strategy.gradient_sums) == 2 * (size > 1)

@@ -101,7 +101,7 @@ def tensorflow(hvd: CommonAdapter) -> None:
         assert abs(float(weight.numpy()[0]) - before) < 1e-5, (weight, before)
         seen += 1
     assert seen == 2
-    assert not hvd.saving_agreed
+    assert not hvd.flags_agreed.saving
 
     saved_in_the_background(hvd, Path(sys.argv[2], "background"))
     stand_ins(hvd)
