@@ -29,7 +29,7 @@ import torch
 from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.adapters.pytorch.framework import PyTorch
+from hvdtrain.adapters.pytorch.framework import PyTorchFramework
 from hvdtrain.adapters.single import Single
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.config.options import Options
@@ -107,7 +107,7 @@ def start_and_save(ranks: int) -> NoReturn:
     os.environ.update({f"OMPI_COMM_WORLD_{name}": str(value) for name, value in environ.items()})
     seconds: dict[str, float] = {}
     RankZero.peers = ranks
-    adapter = CommonAdapter(PyTorch, RankZero)
+    adapter = CommonAdapter(PyTorchFramework, RankZero)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     task = WORKLOAD.build(MnistOptions(framework="pytorch", device="cpu"))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -113,7 +113,7 @@ class StateView(ABC):
         self.adapter, self.model = adapter, model
 
     @abstractmethod
-    def tensors(self, optimizer: Any = None) -> dict[str, dict[str, Any]]:
+    def tensors(self, optimizer: Any = None) -> Mapping[str, Tensors]:
         """Return the tensors (no copies) by name, for each kind of file of a checkpoint."""
 
     @abstractmethod

@@ -207,7 +207,7 @@ class TorchView(StateView):
                 value.copy_(tensor_of(arrays[name]))
 
 
-class PyTorch(Framework):
+class PyTorchFramework(Framework):
     """PyTorch on this rank."""
 
     kinds = (("torch.nn.Module", torch.nn.Module), ("torch.optim.Optimizer", torch.optim.Optimizer))
@@ -310,7 +310,7 @@ class PyTorch(Framework):
         return TorchProfiler(rank_facts)
 
 
-FRAMEWORK = PyTorch
+FRAMEWORK = PyTorchFramework
 
 
 def check_saved(tensors: Mapping[str, Any]) -> None:

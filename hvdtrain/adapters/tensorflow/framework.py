@@ -100,7 +100,7 @@ class KerasView(StateView):
                 value.assign(arrays[name])
 
 
-class TensorFlow(Framework):
+class TensorFlowFramework(Framework):
     """TensorFlow on this rank."""
 
     cpu = "/CPU:0"
@@ -205,7 +205,7 @@ class TensorFlow(Framework):
         tf.config.experimental.enable_op_determinism()
 
 
-FRAMEWORK = TensorFlow
+FRAMEWORK = TensorFlowFramework
 
 
 def _assign(variables: Variables, arrays: Tensors, trouble: str) -> None:

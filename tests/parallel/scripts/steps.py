@@ -181,7 +181,7 @@ def tasks(hvd: CommonAdapter) -> None:
     import keras
 
     from hvdtrain.adapters.single import Single
-    from hvdtrain.adapters.tensorflow.framework import TensorFlow
+    from hvdtrain.adapters.tensorflow.framework import TensorFlowFramework
     from hvdtrain.tasks.training_step_tensorflow import InMemory, TFTask
 
     x, y = np.random.default_rng(0).normal(size=(5, 3)), np.array([0, 1, 1, 0, 1])
@@ -205,7 +205,7 @@ def tasks(hvd: CommonAdapter) -> None:
 
     # One pass over the whole batch: as BatchNorm over the global batch of each pass has it.
     for passes in (1, 3) if hvd.world.size == 1 else (1,):
-        alone, losses = train(CommonAdapter(TensorFlow, Single), Shards(5, 4), passes)
+        alone, losses = train(CommonAdapter(TensorFlowFramework, Single), Shards(5, 4), passes)
         found, parts = train(hvd, hvd.shard_data(5, global_batch=4), passes)
         np.testing.assert_allclose(found, alone, rtol=0, atol=1e-12)
         np.testing.assert_allclose(hvd.communicator.sum(np.array(parts)), losses, atol=1e-12)
