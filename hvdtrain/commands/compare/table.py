@@ -164,7 +164,6 @@ def _row(method: Method, trials: Sequence[Trial], requested: int) -> MethodResul
     rates = [float(summary.images_per_second_mean or 0) for summary in summaries]
     rate, samples = statistics.median(rates), first.training_samples
     seconds = samples / rate if samples else None
-    hours = seconds * (first.hosts or 1) / HOUR if seconds else None
     return replace(
         row,
         reason=_failure(trials, requested),
@@ -176,7 +175,7 @@ def _row(method: Method, trials: Sequence[Trial], requested: int) -> MethodResul
         epoch_seconds=seconds,
         peak_memory_bytes=max(summary.peak_memory_bytes or 0 for summary in summaries) or None,
         utilisation=median(lambda summary: summary.utilisation_mean),
-        node_hours_per_epoch=hours,
+        node_hours_per_epoch=seconds and seconds * (first.hosts or 1) / HOUR,
         bytes_per_step=sent_bytes(method, first),
         setup_seconds=median(lambda summary: summary.seconds_to_first_step),
         repeats=len(summaries),

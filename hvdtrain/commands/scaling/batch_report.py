@@ -150,14 +150,12 @@ def report(folder: Path, target: Target | None, settings: Sequence[BatchSetting]
     files += draw(results, curves, folder, target)
     best = largest(results)
     head = f"{target.metric} at the end of the training, median over the seeds (lowest to highest):"
-    parts = [message(head), _table(results, target)]
-    parts.append(
-        "\n".join(
-            f"largest batch that reaches {target}{f', {name}' if name else ''}: {batch or 'none'}"
-            for name, batch in best.items()
-        )
-    )
-    parts.append(message("written: " + ", ".join(map(str, files))))
+    lines = [
+        f"largest batch that reaches {target}{f', {name}' if name else ''}: {batch or 'none'}"
+        for name, batch in best.items()
+    ]
+    written = message("written: " + ", ".join(map(str, files)))
+    parts = [message(head), _table(results, target), "\n".join(lines), written]
     data = {
         "ok": True,
         "metric": target.metric,

@@ -118,7 +118,7 @@ def write_table(path: Path, runs: Sequence[MeasuredRun]) -> None:
     write_csv(path, list(cells[0]), [list(row.values()) for row in cells], "--out")
 
 
-def _cells(run: MeasuredRun) -> dict[str, Any]:
+def _cells(run: MeasuredRun) -> dict[str, object]:
     """Return a row of the table, by column."""
     summary, traffic = run.summary, run.summary.gradient_messages
     return {

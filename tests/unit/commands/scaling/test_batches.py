@@ -116,21 +116,12 @@ def finish(folder: Path, setting: BatchSetting, repeat: int, values: list[float]
     variant = study.variant_of(setting)
     stem = folder / "runs" / f"{setting.name}-{repeat}.jsonl"
     stem.parent.mkdir(exist_ok=True, parents=True)
-    stem.write_text(
-        "".join(
-            json.dumps(
-                {
-                    "kind": "epoch",
-                    "step": 10 * (epoch + 1),
-                    "epoch": epoch,
-                    "elapsed": 2.0 * epoch,
-                    "eval_accuracy": value if math.isfinite(value) else None,
-                }
-            )
-            + "\n"
-            for epoch, value in enumerate(values)
-        )
-    )
+    finite = [value if math.isfinite(value) else None for value in values]
+    with stem.open("w") as file:
+        for epoch, value in enumerate(finite):
+            record = {"kind": "epoch", "step": 10 * (epoch + 1), "epoch": epoch}
+            record |= {"elapsed": 2.0 * epoch, "eval_accuracy": value}
+            file.write(json.dumps(record) + "\n")
     summary = Summary(steps_completed=10 * len(values), images_per_second_mean=5.0)
     study.record(variant, repeat, RunOutcome(summary))
 

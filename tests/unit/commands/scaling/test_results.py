@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.commands.scaling.results import RankResult, estimate, student, summarize
-from hvdtrain.commands.scaling.runs import MeasuredRun
-from hvdtrain.steps.summary import Summary
+from tests.studies import run
 
 RATES = st.floats(0.1, 1e6)
 STUDIES = st.dictionaries(
@@ -21,13 +20,7 @@ STUDIES = st.dictionaries(
 
 def points(rates: dict[int, list[float]]) -> tuple[RankResult, ...]:
     """Return the results of runs with these throughputs."""
-    return summarize(
-        [
-            MeasuredRun(ranks, repeat, Summary(images_per_second_mean=rate))
-            for ranks, repeats in rates.items()
-            for repeat, rate in enumerate(repeats, 1)
-        ]
-    )
+    return summarize([run(ranks, 1, rate) for ranks in rates for rate in rates[ranks]])
 
 
 @pytest.mark.parametrize(

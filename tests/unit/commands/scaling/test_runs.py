@@ -22,7 +22,7 @@ from hvdtrain.commands.scaling.runs import (
     write_table,
 )
 from hvdtrain.commands.scaling.sweep import ScalingOptions, Sweep
-from hvdtrain.commands.study.engine import HostShare, Planned
+from hvdtrain.commands.study.engine import HostShare
 from hvdtrain.commands.study.run import append_record
 from hvdtrain.errors import UsageError
 from hvdtrain.system.files import MAX_READ
@@ -139,20 +139,14 @@ def test_runs_that_are_not_comparable(changed: dict[str, Any], message: str) -> 
 def test_a_different_run_does_not_continue_a_sweep(
     changed: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    first = {"command": WORDS, "machine": "a", "threads": 4, "ranks_per_host": 2}
+    first = {"scaling": "weak", "machine": "a", "threads": 4, "ranks_per_host": 2}
     append_record(tmp_path / "results.jsonl", run(1, **first))
-
-    def missing(**fields: Any) -> list[Planned]:
-        new = {"scaling": "weak", **first, **fields}
-        share = HostShare(new["machine"], None, new["threads"], new["ranks_per_host"])
-        options = ScalingOptions(
-            ranks=(1, 2), repeat=1, out=tmp_path, strong=new["scaling"] == "strong"
-        )
-        return Sweep(options, new["command"], share).missing()
-
-    assert [variant.name for variant, _ in missing()] == ["2"]
+    new = {"command": WORDS, **first, **changed}
+    share = HostShare(new["machine"], None, new["threads"], new["ranks_per_host"])
+    strong = new["scaling"] == "strong"
+    options = ScalingOptions(ranks=(1, 2), repeat=1, out=tmp_path, strong=strong)
     with pytest.raises(UsageError, match=message):
-        missing(**changed)
+        Sweep(options, new["command"], share).missing()
 
 
 # The files

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.commands.compare import trials
+from hvdtrain.commands.compare.methods import CompareOptions
+from hvdtrain.commands.compare.trials import Comparison
 from hvdtrain.commands.launch.hosts import Allocation, Host
 from hvdtrain.commands.launch.prepare import Request
+from hvdtrain.commands.scaling.sweep import ScalingOptions, Sweep
 from hvdtrain.commands.study import engine
 from hvdtrain.commands.study.command_options import check_measurable
 from hvdtrain.commands.study.engine import (
     HostShare,
     Plan,
     StudyOptions,
-    Variant,
     find_share,
     fullest_host,
     time_left,
@@ -32,98 +32,58 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine import limits
 from hvdtrain.system.runtime.command import Command, CommandResult
+from tests.studies import DDP, HOROVOD, SINGLE
 
-NAMES = st.lists(st.sampled_from("abcdef"), min_size=1, unique=True)
 OPTIONS = st.lists(st.sampled_from(["--lr", "0.1", "--batch_size", "--batch-size=8", "x"]))
 FOUR = tuple(Host(name, 4) for name in "ab")
 RAN = RunOutcome(Summary(images_per_second_mean=5.0))
 
 
-@dataclass(frozen=True)
-class Letters(Plan[Any]):
-    """A study whose variants are letters."""
-
-    names: str
-    absent: str = ""  # those without a GPU
-    completed: Sequence[tuple[str, int]] = ()
-    records: list[Any] = field(default_factory=list)
-
-    @property
-    def variants(self) -> list[Variant]:
-        return [
-            Variant(name, name, Request(1, ("python",)), None, "no GPU" * (name in self.absent))
-            for name in self.names
-        ]
-
-    def read(self) -> list[Any]:
-        summary = Summary()
-        return [
-            SimpleNamespace(variant=name, repeat=repeat, command=(), summary=summary)
-            for name, repeat in self.completed
-        ]
-
-    def check(self, variant: Variant, run: Any, outcome: RunOutcome) -> None:
-        raise NotImplementedError
-
-    def record(self, variant: Variant, repeat: int, outcome: RunOutcome) -> None:
-        self.records.append((variant.name, repeat, outcome))
-
-
-class Reversing(Letters):
-    reverses = True
-
-
-def plan(names: str, repeats: int, *, reverses: bool = False, **fields: Any) -> Letters:
-    options = StudyOptions(repeat=repeats, out=Path("out"))
-    return (Reversing if reverses else Letters)(
-        options, (), HostShare("a machine"), names, **fields
-    )
+@given(st.lists(st.integers(1, 64), min_size=1, unique=True), st.integers(1, 6))
+def test_all_variants_run_equally_often_and_none_is_favoured(
+    ranks: list[int], repeats: int
+) -> None:
+    options = ScalingOptions(ranks=tuple(ranks), repeat=repeats)
+    runs = [variant.name for variant, _ in Sweep(options, (), HostShare("a machine")).runs()]
+    assert sorted(runs) == sorted([str(number) for number in ranks] * repeats)
+    if repeats % 2 == 0:  # a steady drift affects the mean position of each equally
+        sums = {sum(i for i, run in enumerate(runs) if run == str(number)) for number in ranks}
+        assert len(sums) == 1
 
 
 def order(runs: list[engine.Planned]) -> str:
-    return " ".join(f"{variant.name}{repeat}" for variant, repeat in runs)
-
-
-def test_the_variants_alternate() -> None:
-    assert order(plan("abc", 2).runs()) == "a1 b1 c1 a2 b2 c2"
-    assert order(plan("abc", 3, reverses=True).runs()) == "a1 b1 c1 c2 b2 a2 a3 b3 c3"
-    assert order(plan("abc", 2, completed=(("b", 1), ("c", 2))).missing()) == "a1 c1 a2 b2"
-
-
-@given(NAMES, st.integers(1, 6))
-def test_all_variants_run_equally_often_and_none_is_favoured(
-    names: list[str], repeats: int
-) -> None:
-    runs = [v.name for v, _ in plan("".join(names), repeats, reverses=True).runs()]
-    assert sorted(runs) == sorted(names * repeats)
-    if repeats % 2 == 0:  # a steady drift affects the mean position of each equally
-        sums = {sum(i for i, run in enumerate(runs) if run == name) for name in names}
-        assert len(sums) == 1
+    """Return the runs of a comparison: the first letter of a strategy, and the repeat."""
+    return " ".join(f"{variant.name[0]}{repeat}" for variant, repeat in runs)
 
 
 def test_a_variant_without_a_result_is_not_run_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trials, "unavailable_reason", lambda method: "no GPU" * (method == HOROVOD))
     monkeypatch.setattr(Plan, "command", lambda self, variant, repeat: variant.name)
     failed = RunOutcome(reason="exit code 1", failed=True)
-    monkeypatch.setattr(engine, "measure", lambda name, *_: {"a": RAN, "b": failed}[name])
+    monkeypatch.setattr(engine, "measure", lambda n, *_: {SINGLE.name: RAN, DDP.name: failed}[n])
     caplog.set_level("INFO")
-    runs = plan("abc", 3, absent="c", completed=(("a", 1),))
-    runs.carry_out(runs.missing())
-    absent = RunOutcome(reason="no GPU")
-    assert runs.records == [("b", 1, failed), ("c", 1, absent), ("a", 2, RAN), ("a", 3, RAN)]
-    assert "[2/9] b, run 1 of 3: failed: exit code 1" in caplog.text
-    assert "[3/9] c, run 1 of 3: not available: no GPU" in caplog.text
-    assert "[7/9] a, run 3 of 3 (about" in caplog.text
+    options = CompareOptions(repeat=3, out=tmp_path)
+    plan = Comparison(options, (), HostShare("a machine"), (SINGLE, DDP, HOROVOD), 64)
+    assert order(plan.missing()) == "s1 d1 h1 s2 d2 h2 s3 d3 h3"
+    plan.record(plan.variants[0], 1, RAN)
+    assert order(plan.missing()) == "d1 h1 s2 d2 h2 s3 d3 h3"
+    plan.carry_out(plan.missing())
+    outcomes = [(run.method, run.repeat, run.reason) for run in plan.read()]
+    reasons = (DDP, 1, failed.reason), (HOROVOD, 1, "no GPU")
+    assert outcomes == [(SINGLE, 1, ""), *reasons, (SINGLE, 2, ""), (SINGLE, 3, "")]
+    assert "[2/9] ddp pytorch, 2 ranks, run 1 of 3: failed: exit code 1" in caplog.text
+    assert "[3/9] horovod pytorch, 2 ranks, run 1 of 3: not available: no GPU" in caplog.text
+    assert "[7/9] single pytorch, 1 rank, run 3 of 3 (about" in caplog.text
 
-    def stop(*_: Any) -> None:
+    def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Letters, "record", stop)
+    monkeypatch.setattr(Comparison, "check", stop)
     with pytest.raises(KeyboardInterrupt):
-        runs.carry_out(runs.runs())
-    assert "completed runs are kept in out: run the same command again" in caplog.text
+        plan.carry_out(plan.runs())
+    assert f"completed runs are kept in {tmp_path}: run the same command again" in caplog.text
 
 
 def test_a_run_is_a_request_to_launch() -> None:
