@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any, get_type_hints
 
 from hvdtrain import __version__
 from hvdtrain.config.checks import check, of_fields
@@ -92,8 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def module_of(verb: str) -> ModuleType:
-    """Import the module of ``verb``, with ``Options``, ``EPILOG`` and ``run_verb(options)``."""
+    """Import the module of ``verb``, with ``run_verb(options)``, ``EPILOG``, maybe ``USAGE``."""
     return importlib.import_module(f"hvdtrain.commands.{verb.replace('-', '_')}.verb")
+
+
+def options_of(verb: str) -> type[Any]:
+    """Return the dataclass that declares the options of ``verb``, which its ``run_verb`` takes."""
+    kind: type[Any] = get_type_hints(module_of(verb).run_verb)["options"]
+    return kind
 
 
 def parser_of(verb: str, create: Callable[..., CommandParser] = CommandParser) -> CommandParser:
@@ -105,7 +112,7 @@ def parser_of(verb: str, create: Callable[..., CommandParser] = CommandParser) -
         description=VERBS[verb],
         epilog=module.EPILOG,
     )
-    add_options(parser, module.Options)
+    add_options(parser, options_of(verb))
     return parser
 
 
@@ -176,7 +183,7 @@ def _run(verb: str, words: Sequence[str]) -> int:
     try:
         if verb in DRAWING:
             check_installed(f"hvdtrain {verb}")
-        options = from_namespace(module_of(verb).Options, parsed)
+        options = from_namespace(options_of(verb), parsed)
         check(of_fields(options))
         report = module_of(verb).run_verb(options)
     except HvdtrainError as error:

@@ -37,7 +37,7 @@ def check(refusals: Iterable[str]) -> None:
         raise UsageError(message)
 
 
-def given(options: Any) -> dict[str, str]:
+def specified(options: Any) -> dict[str, str]:
     """Return the names of the options that are not the default, by their fields; 0 may be one."""
     return {
         field.name: option_name(field)
@@ -48,7 +48,7 @@ def given(options: Any) -> dict[str, str]:
 
 def of_fields(options: Any) -> Iterator[str]:
     """Refuse options, of a trainer or a verb, that are given without the one that they need."""
-    names = given(options)
+    names = specified(options)
     for field in declared(type(options)):
         needs = field.metadata["needs"]
         if needs and field.name in names and needs.split()[0].rstrip(",") not in names.values():
@@ -57,7 +57,7 @@ def of_fields(options: Any) -> Iterator[str]:
 
 def of_options(options: Options) -> Iterator[str]:
     """Refuse options of a trainer alone: before anything is imported or started."""
-    names = given(options)
+    names = specified(options)
     for first, second in EXCLUSIVE:
         if first in names and second in names:
             yield f"{names[first]} and {names[second]} cannot be combined: omit one"
@@ -150,7 +150,7 @@ def of_strategy(
 ) -> Iterator[str]:
     """Refuse a strategy, of a trainer or a program of one's own, that does not fit the rest."""
     option = f"--strategy {strategy.name}"
-    rivals = [other for other in STRATEGIES.values() if framework in other.adapters]
+    rivals = [record for record in STRATEGIES.values() if framework in record.adapters]
     if framework not in strategy.adapters:
         yield (
             f"{option} is for {', '.join(strategy.adapters)}, not for --framework {framework}: "
@@ -162,7 +162,7 @@ def of_strategy(
             "option, or start one process"
         )
     if launch.launcher and strategy.launchers and launch.launcher not in strategy.launchers:
-        others = [f" or --strategy {o.name}" for o in rivals if launch.launcher in o.launchers]
+        others = [f" or --strategy {r.name}" for r in rivals if launch.launcher in r.launchers]
         remedy = ",".join(["use mpirun", *others])
         yield f"{option} is started by mpirun, not by {launch.launcher}: {remedy}"
     if compression not in COMPRESSIONS:
@@ -174,7 +174,7 @@ def of_strategy(
             f"--compression {compression}: {strategy.library} cannot sum in that type; give "
             f"--compression {' or '.join(strategy.compressions)}"
         )
-    able = " or ".join(other.name for other in rivals if compression in other.compressions)
+    able = " or ".join(rival.name for rival in rivals if compression in rival.compressions)
     yield f"--compression {compression} is not for {option}: omit it, or use --strategy {able}"
 
 

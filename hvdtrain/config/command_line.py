@@ -1,4 +1,7 @@
-"""Parse a trainer's command line and ``--config`` files into ``Options``."""
+"""Command lines and ``--config`` files: of a trainer, parsed; of any program, looked at.
+
+The verbs that start a program look at its options, and leave the parsing to itself.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import collections
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +168,55 @@ def _words(parser: Parser, setting: Setting, aliases: Mapping[str, str]) -> list
     if not all(isinstance(item, str) for item in items):
         raise UsageError(f"{option}: must be text or a number")
     return [f"{option}={item}" for item in (items if repeated else [",".join(items)])]
+
+
+def value_of(words: Sequence[str], option: str) -> str | None:
+    """Return the value of ``option``, spelled with dashes or underscores; None if not set.
+
+    The last one counts, as in the trainers.
+    """
+    return next(reversed(_values(words, option)), None)
+
+
+def _values(words: Sequence[str], option: str) -> list[str]:
+    """Return the values of ``option``, which may be repeated."""
+    values = []
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == option:
+            values.append(value if equals else next(iter(words[index + 1 : index + 2]), ""))
+    return values
+
+
+def without_option(words: Sequence[str], option: str) -> list[str]:
+    """Return ``words`` without ``option`` and its value."""
+    kept, remaining = [], iter(words)
+    for word in remaining:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") != option:
+            kept.append(word)
+        elif not equals:
+            next(remaining, None)
+    return kept
+
+
+def config_options(words: Sequence[str]) -> dict[str, str]:
+    """Return the options in the --config files, as the trainers read them, by ``--name``.
+
+    Empty if there is no file, or --config has another meaning in the program.
+    """
+    settings: list[Setting] = []
+    for path in filter(None, _values(words, "--config")):
+        with suppress(UsageError):  # reported by the program itself
+            settings += read_settings(Path(path), "")
+    return {
+        f"--{setting.name.replace('_', '-')}": str(setting.value)
+        for setting in settings
+        if setting.value is not None and setting.value is not False
+    }
+
+
+def effective_value(words: Sequence[str], option: str) -> str | None:
+    """Return the value of ``option`` on the command line or in the file; None if not set."""
+    value = value_of(words, option)
+    return config_options(words).get(option) if value is None else value

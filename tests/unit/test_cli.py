@@ -310,7 +310,8 @@ def with_verb(monkeypatch: pytest.MonkeyPatch, outcome: Report | BaseException) 
             raise outcome
         return outcome
 
-    module = types.SimpleNamespace(Options=Options, EPILOG="", run_verb=run_verb)
+    run_verb.__annotations__["options"] = Options  # a name of this function only
+    module = types.SimpleNamespace(EPILOG="", run_verb=run_verb)
     monkeypatch.setitem(sys.modules, "hvdtrain.commands.probe.verb", module)
     monkeypatch.setitem(cli.VERBS, "probe", "probes")
 

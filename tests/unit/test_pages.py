@@ -53,7 +53,7 @@ def test_every_command_of_the_pages_parses(command: Shown) -> None:
     if "hvdtrain" in words:
         name, *rest = words[words.index("hvdtrain") + 1 :]
         parser = argparse.ArgumentParser(allow_abbrev=False)
-        add_options(parser, cli.module_of(name).Options)
+        add_options(parser, cli.options_of(name))
         parser.parse_args(rest)
     for module in {"hvdtrain.mnist", "hvdtrain.resnet"} & set(words):
         rest = words[words.index(module) + 1 :]

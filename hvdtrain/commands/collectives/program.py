@@ -59,8 +59,8 @@ _measured = partial(optional, group="measurement options", needs="--time")
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the program; None: not given."""
+class CollectivesOptions:
+    """CollectivesOptions of the program; None: not given."""
 
     json: bool = switch("print the result as JSON")
     html: Path | None = optional("HTML file for a page with diagrams", Path, metavar="FILE")
@@ -99,13 +99,13 @@ def build_parser() -> Parser:
         "With --time measure their duration.",
         epilog=EXAMPLE,
     )
-    add_options(parser, Options)
+    add_options(parser, CollectivesOptions)
     return parser
 
 
 def main() -> int:
     """Run the command line on all ranks; rank 0 writes the result."""
-    options = from_namespace(Options, build_parser().read(sys.argv[1:]))
+    options = from_namespace(CollectivesOptions, build_parser().read(sys.argv[1:]))
     check(of_fields(options))
     for path, name in ((options.html, "--html"), (options.plot, "--plot")):
         check_writable(path, name)
@@ -139,7 +139,7 @@ def show_lesson(ranks: Mpi4py) -> ProgramOutput:
     return ProgramOutput(lesson.text(outcomes), data, partial(lesson.section, outcomes))
 
 
-def measure_time(ranks: Mpi4py, options: Options) -> ProgramOutput:
+def measure_time(ranks: Mpi4py, options: CollectivesOptions) -> ProgramOutput:
     """Time each collective of each library; all ranks together.
 
     Raises:
@@ -171,7 +171,7 @@ def _chosen(requested: Sequence[str] | None, known: Sequence[str], option: str) 
     return requested or known
 
 
-def publish(result: ProgramOutput, options: Options, size: int) -> None:
+def publish(result: ProgramOutput, options: CollectivesOptions, size: int) -> None:
     """Write plot and page if requested, and print the result."""
     written: list[Path] = []
     if options.plot and result.figure:

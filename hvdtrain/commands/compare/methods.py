@@ -14,11 +14,11 @@ from pathlib import Path
 from hvdtrain.adapters.select import check_version
 from hvdtrain.commands.study.command_options import REFUSED, entries
 from hvdtrain.commands.study.engine import RESULTS, StudyOptions
+from hvdtrain.config.command_line import effective_value, value_of, without_option
 from hvdtrain.config.declare import optional
 from hvdtrain.config.options import PRECISIONS
 from hvdtrain.config.strategies import ONE_PROCESS, PACKAGES, STRATEGIES
 from hvdtrain.config.values import names, positive
-from hvdtrain.config.words import effective_value, value_of, without_option
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine.frameworks import is_installed

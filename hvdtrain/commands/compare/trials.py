@@ -23,7 +23,7 @@ from hvdtrain.commands.compare.methods import (
 from hvdtrain.commands.study.command_options import check_measurable, global_batch
 from hvdtrain.commands.study.engine import Plan, Planned, Variant, find_share
 from hvdtrain.commands.study.run import RunOutcome, read_records
-from hvdtrain.config.words import value_of
+from hvdtrain.config.command_line import value_of
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output.text import plural

@@ -29,10 +29,7 @@ command, the results in --out are reported again. {page("measuring")}
 explains the figures."""
 
 
-Options = CompareOptions
-
-
-def run_verb(options: Options) -> Report:
+def run_verb(options: CompareOptions) -> Report:
     """Measure the methods as far as needed, and report them.
 
     Raises:

@@ -33,7 +33,7 @@ EPILOG = "\n".join(
 
 
 @dataclass(frozen=True)
-class Options:
+class DataFetchOptions:
     """Options and arguments of ``hvdtrain data-fetch``."""
 
     name: str = argument(
@@ -49,7 +49,7 @@ class Options:
     json: bool = json_switch()
 
 
-def run_verb(options: Options) -> Report:
+def run_verb(options: DataFetchOptions) -> Report:
     """Download the missing files of the dataset.
 
     Raises:

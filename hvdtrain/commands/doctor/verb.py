@@ -32,7 +32,7 @@ The exit code is 1 if a finding is an error. 'absent' is not an error.
 
 
 @dataclass(frozen=True)
-class Options:
+class DoctorOptions:
     """Options of ``hvdtrain doctor``."""
 
     ranks: int | None = optional(
@@ -48,7 +48,7 @@ class Options:
     json: bool = json_switch()
 
 
-def run_verb(options: Options) -> Report:
+def run_verb(options: DoctorOptions) -> Report:
     """Check this host, and with ``-n`` ranks; return the findings.
 
     Raises:

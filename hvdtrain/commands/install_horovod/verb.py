@@ -44,10 +44,7 @@ EPILOG = """example:
 """
 
 
-Options = InstallOptions
-
-
-def run_verb(options: Options) -> Report:
+def run_verb(options: InstallOptions) -> Report:
     """Install Horovod, or print the commands.
 
     Raises:

@@ -22,9 +22,9 @@ from hvdtrain.commands.launch.hosts import (
     read_hostfile,
 )
 from hvdtrain.commands.launch.launcher_choice import agent_settings, find_mpi
+from hvdtrain.config.command_line import effective_value
 from hvdtrain.config.declare import optional
 from hvdtrain.config.values import positive
-from hvdtrain.config.words import effective_value
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.gpus import count_gpus
 from hvdtrain.system.machine.limits import packages, physical_cores

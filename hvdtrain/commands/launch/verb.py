@@ -42,7 +42,7 @@ The exit code is that of the job; 124 after --timeout. See {page("launch")}."""
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """Options and command of ``hvdtrain launch``."""
 
     ranks: int | None = optional("total number of ranks", positive, name="-n")
@@ -90,7 +90,7 @@ class Options:
         return self.elastic or self.launcher == TORCHRUN
 
 
-def run_verb(options: Options) -> Report:
+def run_verb(options: LaunchOptions) -> Report:
     """Start the ranks, wait for them, and pass on the launcher's exit code.
 
     Raises:
@@ -128,7 +128,7 @@ def run_verb(options: Options) -> Report:
     return Report("", exit_code=code)
 
 
-def _check(options: Options) -> None:
+def _check(options: LaunchOptions) -> None:
     """Raise ``UsageError`` if options are missing, or cannot be combined."""
     if options.stage_env:
         refuse_value(options.command)

@@ -37,7 +37,7 @@ example:
 
 
 @dataclass(frozen=True)
-class Options(PackOptions):
+class PackArguments(PackOptions):
     """Options and arguments of ``hvdtrain pack``."""
 
     folders: tuple[Path, ...] = argument(
@@ -45,7 +45,7 @@ class Options(PackOptions):
     )
 
 
-def run_verb(options: Options) -> Report:
+def run_verb(options: PackArguments) -> Report:
     """Pack a dataset, or check packed data.
 
     Raises:

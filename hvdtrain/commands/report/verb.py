@@ -25,7 +25,7 @@ network."""
 
 
 @dataclass(frozen=True)
-class Options:
+class ReportOptions:
     """Options and arguments of ``hvdtrain report``."""
 
     folder: Path = argument("directory of a run or a study", Path, metavar="DIR")
@@ -33,7 +33,7 @@ class Options:
     json: bool = json_switch()
 
 
-def run_verb(options: Options) -> Report:
+def run_verb(options: ReportOptions) -> Report:
     """Write the page.
 
     Raises:

@@ -25,7 +25,7 @@ from hvdtrain.commands.study.command_options import (
 )
 from hvdtrain.commands.study.engine import Plan, Variant, find_share
 from hvdtrain.commands.study.run import RunOutcome, read_records
-from hvdtrain.config.words import effective_value, value_of, without_option
+from hvdtrain.config.command_line import effective_value, value_of, without_option
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 

@@ -47,9 +47,9 @@ from hvdtrain.commands.study.run import LOG, RunOutcome, file_path, run_stem
 from hvdtrain.commands.submit.job import Job
 from hvdtrain.commands.submit.site import load_site
 from hvdtrain.commands.submit.submission import submit
+from hvdtrain.config.command_line import without_option
 from hvdtrain.config.declare import add_options, from_namespace, option, optional, switch
 from hvdtrain.config.values import counts, positive
-from hvdtrain.config.words import without_option
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.output import Report

@@ -34,10 +34,7 @@ command, the results in --out are reported again. {page("measuring")}
 explains the figures."""
 
 
-Options = ScalingOptions
-
-
-def run_verb(options: Options) -> Report:
+def run_verb(options: ScalingOptions) -> Report:
     """Measure the sizes as far as needed, and report them.
 
     Raises:

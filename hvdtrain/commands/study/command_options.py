@@ -9,8 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from hvdtrain.config.command_line import parse
-from hvdtrain.config.words import config_options, effective_value, value_of
+from hvdtrain.config.command_line import config_options, effective_value, parse, value_of
 from hvdtrain.errors import UsageError
 from hvdtrain.tasks.own import RECIPE
 

@@ -18,10 +18,7 @@ EPILOG = """example:
 """
 
 
-Options = Job
-
-
-def run_verb(options: Options) -> Report:
+def run_verb(options: Job) -> Report:
     """Submit the job; return the report.
 
     Raises:

@@ -27,24 +27,8 @@ trainers to that of --timeline FILE. It shows which rank was late in every step
 only with HOROVOD_CACHE_CAPACITY=0 (--timeline sets it)."""
 
 
-def time_range(text: str) -> tuple[float, float]:
-    """Read ``FROM:TO``, in seconds; either may be omitted.
-
-    Raises:
-        UsageError: ``text`` has another form, or an empty range.
-    """
-    low, colon, high = text.partition(":")
-    try:
-        edges = float(low or 0), float(high or math.inf)
-    except ValueError:
-        edges = (1.0, 0.0)
-    if not colon or not edges[0] < edges[1]:
-        raise UsageError(f"--slice {text}: must be FROM:TO in seconds, e.g. 1.5:3")
-    return edges
-
-
 @dataclass(frozen=True)
-class Options:
+class TimelineOptions:
     """Options and arguments of ``hvdtrain timeline``."""
 
     file: Path = argument("timeline file, plain or gzipped", Path, metavar="FILE")
@@ -57,17 +41,34 @@ class Options:
         Path,
         metavar="OUT",
     )
-    slice: tuple[float, float] | None = optional(
+    slice: str | None = optional(
         "time range to analyse, in seconds after the first event (default: all)",
-        time_range,
         metavar="FROM:TO",
     )
     diff: Path | None = optional("second timeline to compare with, by phase", Path, metavar="OTHER")
 
 
-def run_verb(options: Options) -> Report:
+def parse_slice(text: str | None) -> tuple[float, float] | None:
+    """Parse ``FROM:TO``, in seconds; either may be omitted.
+
+    Raises:
+        UsageError: ``text`` has another form, or an empty range.
+    """
+    if text is None:
+        return None
+    low, colon, high = text.partition(":")
+    try:
+        edges = float(low or 0), float(high or math.inf)
+    except ValueError:
+        edges = (1.0, 0.0)
+    if not colon or not edges[0] < edges[1]:
+        raise UsageError(f"--slice {text}: must be FROM:TO in seconds, e.g. 1.5:3")
+    return edges
+
+
+def run_verb(options: TimelineOptions) -> Report:
     """Run the command and return its report."""
-    span = options.slice
+    span = parse_slice(options.slice)
     if options.html:
         check_installed("--html")
         read = [path for path in (options.file, options.diff) if path and path.exists()]

@@ -9,10 +9,13 @@ import shlex
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from hvdtrain.commands.verify.options import Options
 from hvdtrain.commands.verify.rows import ALL, FAILED, StepRow, complete, progress, show
+from hvdtrain.config.declare import option, optional, switch
 from hvdtrain.config.strategies import DEFAULT, PACKAGES
+from hvdtrain.config.values import above_zero, positive
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.system.machine.frameworks import is_installed
 from hvdtrain.system.output import Report
@@ -25,6 +28,9 @@ from hvdtrain.system.runtime.exit import USAGE_TIMEOUT, fail, leave
 
 log = logging.getLogger(__name__)
 
+TIMEOUT = 300.0  # seconds; importing TensorFlow from a cold shared disk takes up to 30 s
+UPDATES = 5
+
 EPILOG = """example:
   hvdtrain verify -n 4           start 4 ranks and verify the eight steps
   mpirun -n 4 hvdtrain verify    the ranks that mpirun started verify themselves
@@ -35,7 +41,46 @@ without -n: all slots of the batch job; outside a batch job, this process only
 """
 
 
-def run_verb(options: Options) -> Report:
+def update_limit(value: str) -> int | str:
+    """Read a number of updates, or ``all``."""
+    try:
+        return value if value == "all" else positive(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, nor all") from None
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Options and arguments of ``hvdtrain verify``."""
+
+    ranks: int | None = optional("number of ranks to start", positive, name="-n")
+    framework: str | None = optional(
+        "framework (default: pytorch if installed)",
+        choices=tuple(PACKAGES),
+        metavar=f"{{{','.join(PACKAGES)}}}",
+    )
+    strategy: str | None = optional("strategy, as for the trainers (default: horovod)")
+    script: Path | None = optional("Horovod script to verify instead", Path, metavar="FILE")
+    updates: int | str | None = optional(
+        f"with --script: number of updates before it is ended, or `all` (default: {UPDATES})",
+        update_limit,
+        metavar="K",
+    )
+    timeout: float = option(
+        TIMEOUT,
+        f"time limit for the ranks, in seconds (default: {TIMEOUT:g})",
+        above_zero,
+        metavar="SECONDS",
+    )
+    strict: bool = switch("with --script: exit with code 1 also if a step was not seen")
+    json: bool = switch("print the rows as one JSON object")
+    dry_run: bool = switch("print the command without starting it")
+    arguments: tuple[str, ...] = option(
+        (), "arguments of the --script", metavar="-- ARGUMENT", number="*"
+    )
+
+
+def run_verb(options: VerifyOptions) -> Report:
     """Verify the ranks or the script; exit code 1 if a row failed.
 
     Raises:
@@ -47,15 +92,22 @@ def run_verb(options: Options) -> Report:
     if options.updates and not options.script:
         raise UsageError("--updates: requires --script FILE")
     ranks = rank_count(options.ranks, os.environ)
+    in_shell = options.ranks and may_be_shell(os.environ)
+    if options.script and detect(os.environ).launcher and not in_shell:
+        raise UsageError(
+            "--script: starts its ranks itself; use -n N instead of starting hvdtrain with mpirun"
+        )
     installed = (name for name, package in PACKAGES.items() if is_installed(package))
     framework = options.framework or next(installed, "pytorch")
     if ranks is None and not options.script:
         return _verify_here(framework, options)
     with termination_as_interrupt():  # the ranks must not outlive this process
         if options.script:
-            from hvdtrain.commands.verify.script.start import observe
+            from hvdtrain.commands.verify.script.start import ScriptRun, observe
 
-            return observe(options, ranks)
+            updates = None if options.updates == "all" else int(options.updates or UPDATES)
+            run = ScriptRun(options.script, options.arguments, ranks or 1, updates, options.strict)
+            return observe(run, timeout=options.timeout, dry_run=options.dry_run)
         assert ranks is not None
         return _start(ranks, framework, options)
 
@@ -80,7 +132,7 @@ def rank_count(requested: int | None, environ: Mapping[str, str]) -> int | None:
     return requested or find_allocation(environ).slots or None
 
 
-def _start(ranks: int, framework: str, options: Options) -> Report:
+def _start(ranks: int, framework: str, options: VerifyOptions) -> Report:
     """Start ranks that verify the steps, and return their report."""
     from hvdtrain.commands.launch.prepare import Request, prepare
     from hvdtrain.commands.verify.ranks import rank_command, start_ranks
@@ -97,7 +149,7 @@ def _start(ranks: int, framework: str, options: Options) -> Report:
     return report(rows, framework, options.strategy, ranks)
 
 
-def _verify_here(framework: str, options: Options) -> Report:
+def _verify_here(framework: str, options: VerifyOptions) -> Report:
     """Verify in this process, a rank of a launcher or the only one; rank 0 returns the report."""
     from hvdtrain.commands.verify.ranks import rank_command, verify
 

@@ -33,8 +33,8 @@ from hvdtrain.commands.launch.prepare import (
     choose_threads,
     with_host_cores,
 )
+from hvdtrain.config.command_line import effective_value
 from hvdtrain.config.strategies import DEFAULT, STRATEGIES
-from hvdtrain.config.words import effective_value
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.machine.limits import physical_cores
 from hvdtrain.system.machine.network import is_this_host, local_names

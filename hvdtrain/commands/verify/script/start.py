@@ -14,7 +14,6 @@ from pathlib import Path
 
 from hvdtrain.commands.launch.hosts import find_allocation
 from hvdtrain.commands.launch.prepare import Request, prepare
-from hvdtrain.commands.verify.options import ALL, UPDATES, Options
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, StepRow, show
 from hvdtrain.commands.verify.script import judge
 from hvdtrain.commands.verify.script.judge_updates import KERAS
@@ -25,7 +24,6 @@ from hvdtrain.system.output.tables import message
 from hvdtrain.system.output.text import plural
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, run
-from hvdtrain.system.runtime.detect import detect, may_be_shell
 
 log = logging.getLogger(__name__)
 
@@ -183,33 +181,37 @@ def _last(result: CommandResult) -> str:
     return lines[-1] if lines else f"exit code {result.exit_code}"
 
 
-def observe(options: Options, ranks: int | None) -> Report:
-    """Run ``hvdtrain verify --script``.
+@dataclass(frozen=True)
+class ScriptRun:
+    """What ``hvdtrain verify --script`` runs."""
+
+    script: Path
+    arguments: Sequence[str]  # of the script
+    ranks: int
+    updates: int | None = DETAILED  # after which it is ended; None: it runs to its end
+    strict: bool = False  # whether a step that was not seen is a failure
+
+
+def observe(run: ScriptRun, *, timeout: float, dry_run: bool) -> Report:
+    """Watch the script and report it; each of its runs has ``timeout`` seconds.
 
     Raises:
-        UsageError: the script does not exist, or this process is a rank of a launcher.
+        UsageError: the script does not exist.
     """
-    if detect(os.environ).launcher and not (options.ranks and may_be_shell(os.environ)):
-        raise UsageError(
-            "--script: starts its ranks itself; use -n N instead of starting hvdtrain with mpirun"
-        )
-    ranks = ranks or 1
-    script = options.script or Path()
-    if not script.is_file():
-        raise UsageError(f"--script {script}: no such file")
-    updates = None if options.updates == ALL else int(options.updates or UPDATES)
-    if options.dry_run:
-        line = build(ranks, script, options.arguments, updates, Path("FOLDER")).show()
+    if not run.script.is_file():
+        raise UsageError(f"--script {run.script}: no such file")
+    if dry_run:
+        line = build(run.ranks, run.script, run.arguments, run.updates, Path("FOLDER")).show()
         return Report(line, {"ok": True, "commands": [line]})
-    result = watch(script, options.arguments, ranks=ranks, updates=updates, timeout=options.timeout)
-    return report(result, options, ranks)
+    result = watch(run.script, run.arguments, ranks=run.ranks, updates=run.updates, timeout=timeout)
+    return report(result, run)
 
 
-def report(result: ScriptResult, options: Options, ranks: int) -> Report:
+def report(result: ScriptResult, run: ScriptRun) -> Report:
     """Return the rows as a table and as data; a crash of the script comes first."""
     failed = sum(row.state == FAILED for row in result.rows)
     unseen = [row.step for row in result.rows if row.state == NOT_SEEN]
-    more = _more(options, ranks) if unseen and not result.broken else None
+    more = _more(run) if unseen and not result.broken else None
     end = f"{failed} of 8 steps failed" if failed else "all steps took effect"
     if result.broken and not failed:
         end = f"no step failed, but the script {result.crash.split()[0]}"
@@ -218,20 +220,18 @@ def report(result: ScriptResult, options: Options, ranks: int) -> Report:
     if unseen:
         end += ", " if failed or result.broken else ": "
         end += f"{len(unseen)} of 8 not seen ({', '.join(map(str, unseen))})"
-        end += ", a failure with --strict" if options.strict else ""
+        end += ", a failure with --strict" if run.strict else ""
         end += "; to see more, run it to its end:" if more else ""
     end = message(end) + (f"\n  {more}" if more else "")  # a command is not wrapped
-    headline = (
-        f"hvdtrain verify: {options.script and options.script.name}, {plural(ranks, 'rank')}, "
-    )
+    headline = f"hvdtrain verify: {run.script.name}, {plural(run.ranks, 'rank')}, "
     headline += plural(result.updates, "update")
     if result.crash:
         headline += f"\n{result.crash}"
-    ok = not failed and not result.broken and not (options.strict and unseen)
+    ok = not failed and not result.broken and not (run.strict and unseen)
     data = {
         "ok": ok,
-        "script": str(options.script),
-        "ranks": ranks,
+        "script": str(run.script),
+        "ranks": run.ranks,
         "updates": result.updates,
         "ended": result.ended,
         "crash": result.crash,
@@ -244,10 +244,10 @@ def report(result: ScriptResult, options: Options, ranks: int) -> Report:
     return Report(text, data, EXIT_OK if ok else EXIT_FAILURE)
 
 
-def _more(options: Options, ranks: int) -> str | None:
+def _more(run: ScriptRun) -> str | None:
     """Return the command that would show more steps; None if this one was it."""
-    if ranks > 1 and options.updates == ALL:
+    if run.ranks > 1 and run.updates is None:
         return None
-    command = ["hvdtrain", "verify", "-n", str(max(ranks, 2)), "--updates", ALL]
-    arguments = ["--", *options.arguments] if options.arguments else []
-    return shlex.join([*command, "--script", str(options.script), *arguments])
+    command = ["hvdtrain", "verify", "-n", str(max(run.ranks, 2)), "--updates", "all"]
+    arguments = ["--", *run.arguments] if run.arguments else []
+    return shlex.join([*command, "--script", str(run.script), *arguments])

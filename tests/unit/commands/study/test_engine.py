@@ -27,7 +27,7 @@ from hvdtrain.commands.study.engine import (
     time_left,
 )
 from hvdtrain.commands.study.run import RunOutcome, classify_failure, measure
-from hvdtrain.config.words import effective_value, value_of, without_option
+from hvdtrain.config.command_line import effective_value, value_of, without_option
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
 from hvdtrain.system.machine import limits

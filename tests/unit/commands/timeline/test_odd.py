@@ -11,13 +11,13 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.report.page import render
-from hvdtrain.commands.timeline.verb import Options, run_verb
+from hvdtrain.commands.timeline.verb import TimelineOptions, run_verb
 from hvdtrain.config.declare import from_namespace
 from tests.timelines import straggling
 
 
 def text_of(*words: str) -> str:
-    return run_verb(from_namespace(Options, cli.parser_of("timeline").read(words))).text
+    return run_verb(from_namespace(TimelineOptions, cli.parser_of("timeline").read(words))).text
 
 
 @pytest.mark.parametrize("odd", ["\\u001b[2J", "\\u0000", "\\u202e"])

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.commands.timeline.verb import Options, run_verb
+from hvdtrain.commands.timeline.verb import TimelineOptions, run_verb
 from hvdtrain.config.declare import from_namespace
 from tests.timelines import Timeline, straggling
 
 
 def run(*words: str) -> str:
-    return run_verb(from_namespace(Options, cli.parser_of("timeline").read(words))).text
+    return run_verb(from_namespace(TimelineOptions, cli.parser_of("timeline").read(words))).text
 
 
 GOLDEN = Path(__file__).parent / "golden"

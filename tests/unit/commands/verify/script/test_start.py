@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.commands.verify.options import Options
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, StepRow
 from hvdtrain.commands.verify.script import start
 from hvdtrain.commands.verify.script.record import Record
-from hvdtrain.commands.verify.script.start import ScriptResult, report
+from hvdtrain.commands.verify.script.start import ScriptResult, ScriptRun, report
 
 Ends = tuple[str | None, ...]
 
@@ -24,41 +23,40 @@ def result(
     return ScriptResult(rows, list(ended), updates)
 
 
-def options(updates: int | str = 5, *, strict: bool = False) -> Options:
-    script = Path("my train.py")
-    return Options(script=script, updates=updates, strict=strict, arguments=("--epochs", "1"))
+def asked(ranks: int = 2, updates: int | None = 5, *, strict: bool = False) -> ScriptRun:
+    return ScriptRun(Path("my train.py"), ("--epochs", "1"), ranks, updates, strict)
 
 
 def test_steps_not_seen_are_not_reported_as_passed() -> None:
     states = [OK] * 6 + [NOT_SEEN] * 2
-    shown = report(result(*states), options(), 2)
+    shown = report(result(*states), asked())
     assert shown.text.splitlines()[-2:] == [
         "nothing failed, but this is no pass: 2 of 8 not seen (7, 8); to see more, run it to its "
         "end:",
         "  hvdtrain verify -n 2 --updates all --script 'my train.py' -- --epochs 1",
     ]
     assert (shown.exit_code, shown.data["ok"], shown.data["not_seen"]) == (0, True, [7, 8])
-    strict = report(result(*states), options(strict=True), 2)
+    strict = report(result(*states), asked(strict=True))
     assert (strict.exit_code, strict.data["ok"]) == (1, False)
     assert "2 of 8 not seen (7, 8), a failure with --strict; to see more" in strict.text
 
 
 def test_a_script_that_ran_to_its_end_needs_no_further_command() -> None:
-    shown = report(result(*[OK] * 7, NOT_SEEN, ended=("its own end",) * 2), options("all"), 2)
+    shown = report(result(*[OK] * 7, NOT_SEEN, ended=("its own end",) * 2), asked(updates=None))
     assert shown.text.endswith("nothing failed, but this is no pass: 1 of 8 not seen (8)")
-    single = report(result(*[OK] * 2, *[NOT_SEEN] * 6, ended=("its own end",)), options("all"), 1)
+    single = report(result(*[OK] * 2, *[NOT_SEEN] * 6, ended=("its own end",)), asked(1, None))
     assert str(single.data["to_see_more"]).startswith("hvdtrain verify -n 2 --updates all ")
 
 
 def test_all_seen() -> None:
-    shown = report(result(*[OK] * 8), options(strict=True), 2)
+    shown = report(result(*[OK] * 8), asked(strict=True))
     assert (shown.exit_code, shown.text.splitlines()[-1]) == (0, "all steps took effect")
 
 
 def test_a_crash_comes_first() -> None:
     consequence = "HorovodInternalError: the other rank has gone"
     error = "AttributeError: 'Variable' object has no attribute 'ref' (train.py line 7)"
-    shown = report(result(OK, *[NOT_SEEN] * 7, ended=(consequence, error), updates=0), options(), 2)
+    shown = report(result(OK, *[NOT_SEEN] * 7, ended=(consequence, error), updates=0), asked())
     lines = shown.text.splitlines()
     assert lines[1] == f"crashed before update 1; nothing was checked: rank 1: {error}"
     assert lines[2] == "-> Keras 3: with model.fit use `import hvdtrain.keras as hvd`"
@@ -75,7 +73,7 @@ def test_a_crash_comes_first() -> None:
     ],
 )
 def test_a_failed_row_is_reported_after_the_crash(ended: Ends, updates: int, crash: str) -> None:
-    shown = report(result(*[OK] * 5, FAILED, OK, OK, ended=ended, updates=updates), options(), 2)
+    shown = report(result(*[OK] * 5, FAILED, OK, OK, ended=ended, updates=updates), asked())
     assert shown.text.splitlines()[1].startswith(crash)
     assert "failed  6 equal start" in shown.text
     assert shown.exit_code == 1
@@ -91,7 +89,7 @@ def test_a_failed_row_is_reported_after_the_crash(ended: Ends, updates: int, cra
     ],
 )
 def test_the_last_line_of_a_crash_is_no_pass(last: str, ended: str, end: str) -> None:
-    shown = report(result(*[OK] * 7, last, ended=(ended, None)), options(), 2)
+    shown = report(result(*[OK] * 7, last, ended=(ended, None)), asked())
     assert (shown.exit_code, shown.text.splitlines()[-1]) == (1, end)
 
 
