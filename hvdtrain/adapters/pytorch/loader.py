@@ -63,13 +63,13 @@ class TorchShards(Shards):
                 f"shards.loader: the dataset has {len(data)} samples, but shard_data was called "
                 f"with {self.samples}: use the same dataset for both"
             )
-        return PartLoader(self, data, options)
+        return PartLoader(self, data, **options)
 
 
 class PartLoader:
     """A DataLoader of the parts of ``shards``, created once for all epochs."""
 
-    def __init__(self, shards: Shards, data: Any, options: dict[str, Any]) -> None:
+    def __init__(self, shards: Shards, data: Any, **options: Any) -> None:
         self._shards = shards
         self._order = _Order(shards)
         if options.get("num_workers"):
