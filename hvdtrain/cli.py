@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             start = f"hvdtrain launch -n 2 -- python -m hvdtrain.{words[0]}"
             return _complain(f"{words[0]!r} is a program, not a verb: {start}")
         near = nearest(words[0], VERBS)
-        hint = f"did you mean {near}?" if near else f"choose one of {', '.join(VERBS)}"
+        hint = f"did you mean {near}?" if near else f"choose from {', '.join(VERBS)}"
         return _complain(f"unknown verb {words[0]!r}: {hint}")
     return _run(words[0], words[1:])
 

@@ -47,7 +47,7 @@ def adapter(
     if framework not in PACKAGES:
         meant = {"torch": "pytorch", "tf": "tensorflow", "keras": "tensorflow"}.get(framework)
         hint = f" (did you mean {meant}?)" if meant else ""
-        raise UsageError(f"--framework {framework}: choose one of {', '.join(PACKAGES)}{hint}")
+        raise UsageError(f"--framework {framework}: choose from {', '.join(PACKAGES)}{hint}")
     if not is_installed(PACKAGES[framework]):
         raise UsageError(
             f"--framework {framework}: {PACKAGES[framework]} is not installed; "
@@ -110,9 +110,7 @@ def choose_strategy(
     name = requested or DEFAULT.name
     if name not in STRATEGIES:
         removed = REMOVED.get(f"--strategy {name}")
-        advice = (
-            f"it was removed: {removed}" if removed else f"choose one of {', '.join(STRATEGIES)}"
-        )
+        advice = f"it was removed: {removed}" if removed else f"choose from {', '.join(STRATEGIES)}"
         raise UsageError(f"--strategy {name}: {advice}")
     record = STRATEGIES[name]
     check(of_strategy(record, framework, launch))

@@ -369,7 +369,7 @@ def _check_saved(directory: Path, state: JsonValues, keep: int) -> None:
                 check_keys({name: value})
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"save_checkpoint: state[{name!r}] is no JSON value ({error}): use numbers, "
+                f"save_checkpoint: state[{name!r}] is not a JSON value ({error}): use numbers, "
                 "strings, lists or dicts with text keys, e.g. float(loss) or tensor.tolist()"
             ) from None
     if directory.suffix in FILES:

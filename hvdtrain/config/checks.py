@@ -74,7 +74,7 @@ def of_options(options: Options) -> Iterator[str]:
     trackers = sorted(choice.partition("=")[0] for choice in options.tracker)
     for name, following in pairwise(trackers):
         if name == following:
-            yield f"--tracker {name} is given twice: give each tracker once"
+            yield f"--tracker {name} is set twice: omit one"
     if options.profile and options.profile[1] is None:
         yield f"--profile {options.profile[0]}: needs an end, e.g. 20:30"
     if options.framework == "tensorflow" and options.seed > TENSORFLOWS_SEED:
@@ -128,7 +128,7 @@ def of_launch(
         restarts: whether the launcher restarts the ranks if one fails.
     """
     if options.model and models and options.model not in models:
-        yield f"--model {options.model}: choose one of {', '.join(models)}"
+        yield f"--model {options.model}: choose from {', '.join(models)}"
     absent = [str(rank) for rank in options.profile_ranks if rank >= launch.size]
     if options.profile and absent:
         ranks = "only rank 0" if launch.size == 1 else f"ranks 0 to {launch.size - 1}"
@@ -166,12 +166,12 @@ def of_strategy(
         remedy = ",".join(["use mpirun", *others])
         yield f"{option} is started by mpirun, not by {launch.launcher}: {remedy}"
     if compression not in COMPRESSIONS:
-        yield f"--compression {compression}: choose one of {', '.join(COMPRESSIONS)}"
+        yield f"--compression {compression}: choose from {', '.join(COMPRESSIONS)}"
     if compression in (NONE, *strategy.compressions):
         return
     if strategy.compressions:
         yield (
-            f"--compression {compression}: {strategy.library} cannot sum in that type; give "
+            f"--compression {compression}: {strategy.library} cannot sum in that type: use "
             f"--compression {' or '.join(strategy.compressions)}"
         )
     able = " or ".join(rival.name for rival in rivals if compression in rival.compressions)

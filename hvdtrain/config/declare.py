@@ -288,7 +288,7 @@ def not_among(word: str, names: Iterable[str]) -> str:
     names = list(names)
     near = nearest(word, names)
     guess = f" (did you mean {near}?)" if near else ""
-    return f"{word[:SHOWN]!r}: choose one of {', '.join(names)}{guess}"
+    return f"{word[:SHOWN]!r}: choose from {', '.join(names)}{guess}"
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

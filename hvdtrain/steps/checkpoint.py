@@ -306,7 +306,7 @@ def load(path: Path, check: Check = lambda checkpoint: None) -> Checkpoint:
     Raises:
         UsageError: there is none, or it is damaged, or ``check`` raises ``ValueError``.
     """
-    remedy = "Give an intact checkpoint, or a directory of checkpoints"
+    remedy = "Use an intact checkpoint, or a directory of checkpoints"
     try:
         os.scandir(path).close()
     except OSError as error:

@@ -23,7 +23,7 @@ def scale_factor(scaling: str, size: float) -> float:
     """Return the factor of the learning rate for a batch that is ``size`` times larger."""
     factors = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}
     if scaling not in factors:
-        raise UsageError(f"--lr-scaling {scaling}: choose one of {', '.join(SCALINGS)}")
+        raise UsageError(f"--lr-scaling {scaling}: choose from {', '.join(SCALINGS)}")
     return factors[scaling]
 
 
@@ -56,7 +56,7 @@ class LearningRate:
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise UsageError(f"--lr-schedule {self.schedule}: choose one of {', '.join(SCHEDULES)}")
+            raise UsageError(f"--lr-schedule {self.schedule}: choose from {', '.join(SCHEDULES)}")
         if self.schedule == "multistep" and not self.milestones:
             raise UsageError("--lr-schedule multistep needs --lr-milestones, e.g. 30,60,80")
 

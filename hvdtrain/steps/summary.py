@@ -190,7 +190,7 @@ class Summary:
             return cls.from_json(json.loads(read_regular(path, MAX_BYTES)), needed=needed)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise UsageError(f"{path} is no summary of a training: {reason}") from error
+            raise UsageError(f"{path} is not a summary of a training: {reason}") from error
 
 
 def unit_of(summaries: Iterable[Summary | None]) -> str:

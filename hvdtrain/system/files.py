@@ -128,10 +128,10 @@ def file_digest(path: Path, algorithm: str | Callable[[], Any]) -> str:
     """Return the digest of a regular file; ``algorithm`` as of ``hashlib.file_digest``.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: it cannot be read, or is not a regular file.
     """
     if not is_regular(path):
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     with path.open("rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
 
@@ -164,7 +164,7 @@ def read_regular(path: Path, most: int = MAX_READ) -> bytes:
     """Read a whole file; unlike plain ``open``, never wait for a pipe or read a device.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more than ``most`` bytes.
+        OSError: it cannot be read, is not a regular file, or has more than ``most`` bytes.
     """
     if not is_regular(path):
         raise OSError(errno.EINVAL, "no regular file", str(path))

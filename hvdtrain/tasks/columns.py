@@ -80,7 +80,7 @@ def classes(labels: Array, outputs: Array) -> tuple[Array, Array, Array]:
     if outputs.ndim != 2 or labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise UsageError(
             f"--predict: labels of type {labels.dtype} and outputs of the shape "
-            f"({', '.join(['n', *map(str, outputs.shape[1:])])}) are no classes and their scores: "
+            f"({', '.join(['n', *map(str, outputs.shape[1:])])}) are not classes and their scores: "
             f"the task must define its columns (columns=Columns(names, values), see {page('own')})"
         )
     likely = outputs.argmax(1)

@@ -72,8 +72,8 @@ class Accuracy(Metric):
         if output.ndim != 2 or batch.y.shape != output.shape[:1]:
             raise UsageError(
                 f"accuracy: labels of the shape {batch.y.shape} and outputs of the shape "
-                f"{output.shape} are no classes and their scores: the task must define its metrics "
-                f"(metrics=[...], see {page('own')})"
+                f"{output.shape} are not classes and their scores: the task must define its "
+                f"metrics (metrics=[...], see {page('own')})"
             )
         self.sums += (output.argmax(1) == batch.y).sum(), batch.count
 

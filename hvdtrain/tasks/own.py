@@ -78,7 +78,7 @@ def workload(path: Path, *, description: str, epilog: str) -> Workload:
         with _file_errors(path):
             task: Any = module.task(options)
         if not isinstance(task, Task):
-            raise UsageError(f"{path}: task() returned {type(task).__name__}, which is no Task")
+            raise UsageError(f"{path}: task() returned {type(task).__name__}, which is not a Task")
         return task
 
     return Workload(
@@ -148,7 +148,7 @@ def joined(fields_class: Any, source: str) -> type[Options]:
         if field.name in taken:
             raise UsageError(f"{where}: --{field.name.replace('_', '-')} is an option already")
         if field.default is dataclasses.MISSING:
-            raise UsageError(f"{where} has no default, or one that is no single value")
+            raise UsageError(f"{where} needs a default that is a single value")
         metadata = field.metadata if "help" in field.metadata else _by_type(field, source, where)
         metadata = {**metadata, "group": TASK_OPTIONS}
         copied = dataclasses.field(default=field.default, metadata=metadata)

@@ -183,7 +183,9 @@ def test_a_scheduler_is_resumed_without_its_milestones(
     *trained, scheduler = begin()
     seen = rates(scheduler)
     whole = {"step": 2, "scheduler": scheduler.state_dict()}
-    with pytest.raises(UsageError, match=r"state\['scheduler'\] is no JSON value .*the key 1 into"):
+    with pytest.raises(
+        UsageError, match=r"state\['scheduler'\] is not a JSON value .*the key 1 into"
+    ):
         hvd.save_checkpoint(tmp_path, *trained, state=whole)
     assert not list(tmp_path.iterdir())
     kept = {k: v for k, v in scheduler.state_dict().items() if k != "milestones"}

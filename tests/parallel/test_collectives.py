@@ -119,7 +119,7 @@ def test_horovod_and_mpi_sum_by_the_algorithm_of_the_variables(number: int, tota
         ("--library=gloo", "--library: no such option; did you mean --libraries?"),
         ("--sizes=4", "--sizes needs --time"),
         ("--time --sizes=2", "--sizes: 2 bytes: must be at least 4"),
-        ("--time --libraries=smoke", "--libraries smoke: choose of mpi4py, "),
+        ("--time --libraries=smoke", "--libraries smoke: choose from mpi4py, "),
         ("--html /dev/null/page.html", "--html /dev/null/page.html: "),
     ],
 )

@@ -167,7 +167,7 @@ def _chosen(requested: Sequence[str] | None, known: Sequence[str], option: str) 
     """
     for name in requested or ():
         if name not in known:
-            raise UsageError(f"{option} {name}: choose of {', '.join(known)}")
+            raise UsageError(f"{option} {name}: choose from {', '.join(known)}")
     return requested or known
 
 

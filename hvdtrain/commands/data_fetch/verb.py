@@ -26,7 +26,7 @@ EPILOG = "\n".join(
         "",
         "Run it on a node with network access (a login node), into a file system shared",
         "with the compute nodes. If it is interrupted, run it again to continue.",
-        "Published checksums are verified, otherwise size and CRCs. Each dataset has its",
+        "MD5 checksums are verified. Each dataset has its",
         "owners' terms of use.",
     ]
 )

@@ -61,7 +61,8 @@ class LaunchOptions:
         metavar="T",
     )
     room_for: int | None = optional(
-        "number of ranks per host to divide cores and threads by (default: those that run)",
+        "assume this many ranks per host when cores and threads are assigned (default: those that "
+        "run)",
         positive,
         metavar="K",
     )
@@ -137,13 +138,10 @@ def _check(options: LaunchOptions) -> None:
             "the number of ranks is required: use either -n N, or --elastic --min N --max M"
         )
     if not options.elastic and (options.min or options.max):
-        raise UsageError("--min and --max require --elastic")
+        raise UsageError("--min and --max need --elastic")
     if options.elastic:
         check_elastic(options.min, options.max, options.launcher, options.command)
     if options.stage_env and options.by_torchrun:
         raise UsageError("--stage-env is for the launcher of the MPI, not torchrun or --elastic")
     if options.stage_env and options.dry_run:
-        raise UsageError(
-            "--stage-env and --dry-run: the command depends on copies that --dry-run does not "
-            "make; omit one of them"
-        )
+        raise UsageError("--stage-env and --dry-run cannot be combined: omit one")

@@ -250,7 +250,7 @@ def submit_sizes(options: ScalingOptions, words: Sequence[str]) -> Report:
     """
     words = sweep_words(words, options)
     if options.hosts or options.hostfile:
-        raise UsageError("--submit and --hosts: the batch system allocates the hosts")
+        raise UsageError("--submit and --hosts cannot be combined: omit one")
     template = _parse(options.submit or "")
     full = _ranks_per_node(template, options)
     texts: list[str] = []

@@ -70,7 +70,9 @@ def run_verb(options: ScalingOptions) -> Report:
 def _batch_study(options: ScalingOptions, words: Sequence[str]) -> Report:
     """Run and report a batch-size study; without a command only report it."""
     if options.submit is not None:
-        raise UsageError("--batches and --submit: submit the study itself with hvdtrain submit")
+        raise UsageError(
+            "--batches and --submit cannot be combined: use `hvdtrain submit` for the study itself"
+        )
     for name in OF_RANKS:
         if getattr(options, name):
             option = f"--{name.replace('_', '-')}"

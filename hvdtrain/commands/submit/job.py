@@ -188,7 +188,8 @@ class Job:
     chain: bool = switch("chain of jobs that resume the command until it is finished")
     chain_limit: int = option(CHAIN_LIMIT, "maximum number of jobs", count)
     progress: str | None = optional(
-        "directory that each job must change (its --checkpoint-dir)", metavar="DIR"
+        "stop the chain if a job leaves this directory unchanged (its --checkpoint-dir)",
+        metavar="DIR",
     )
     comment: str = option("", "comment in the script", metavar="TEXT")
 
@@ -248,21 +249,21 @@ def check_job(job: Job) -> None:
             "needs one"
         )
     if job.array and job.chain:
-        raise UsageError("--array and --chain: chains of array tasks are not supported")
+        raise UsageError("--array and --chain cannot be combined: omit one")
     if job.chain and not job.progress:
         raise UsageError(
             "--chain: the jobs have no directory to resume from; add --checkpoint-dir DIR to the "
             "command, or use --progress DIR"
         )
     if job.chain and job.ladder:
-        raise UsageError("--chain and --ladder: only a single command can be resumed")
+        raise UsageError("--chain and --ladder cannot be combined: omit one")
     if job.once and job.ladder:
         raise UsageError("--once and --ladder cannot be combined: omit one")
     if job.stage_env:
         refuse_value(job.command)
     if job.once and job.stage_env:
         raise UsageError(
-            "--stage-env and --once: the command starts the ranks itself; add --stage-env to its "
+            "--stage-env and --once cannot be combined: add --stage-env to the command's "
             "`hvdtrain launch`"
         )
     names = [name for name, _ in job.var]

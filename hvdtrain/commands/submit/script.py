@@ -134,8 +134,8 @@ def _end_mark() -> tuple[Lines, Lines]:
     """Return the lines that create a file for the exit code of a training, and that read it."""
     file = f'"${END_MARK}"'
     return [
-        "# Where a host is lost, the mpirun of Open MPI 5 may end with 0. In this file a training",
-        "# leaves an exit code of its own.",
+        "# If a host is lost, the mpirun of Open MPI 5 may end with 0: a training writes its exit",
+        "# code to this file.",
         f"{END_MARK}=$(mktemp)",
         f"export {END_MARK}",
     ], [
@@ -148,7 +148,7 @@ def _sweep(job: Job, dialect: Dialect) -> Lines:
     sizes = " ".join(map(str, sweep_sizes(job.nodes, job.ppn or 1)))
     ppn = f"$(({RANKS} < {job.ppn} ? {RANKS} : {job.ppn}))"
     return [
-        "# One size after the other, as far as the nodes of this job reach.",
+        "# Run each size that fits on the nodes of this job.",
         f"NODES=${{NODES:-{dialect.nodes}}}",
         f"for {RANKS} in {sizes}; do",
         f'    [ "${RANKS}" -le $((NODES * {job.ppn})) ] || break',
@@ -170,7 +170,7 @@ def _chain(job: Job, file: str) -> tuple[Lines, Lines]:
     words = (quote(f"--file={file}"), render(f"--progress={job.progress}", job.names))
     word = " ".join(("python -m hvdtrain.commands.submit.chain", *words))
     return [
-        "# The jobs of a chain leave word to one another: is there anything left to do?",
+        "# Has an earlier job of the chain finished the training?",
         f"case $({word} begin) in",
         "    go) ;;",
         "    over) exit 0 ;;",

@@ -90,7 +90,7 @@ def run_verb(options: VerifyOptions) -> Report:
     if options.arguments and not options.script:
         raise UsageError(f"{options.arguments[0]}: unexpected argument without --script")
     if options.updates and not options.script:
-        raise UsageError("--updates: requires --script FILE")
+        raise UsageError("--updates needs --script FILE")
     ranks = rank_count(options.ranks, os.environ)
     in_shell = options.ranks and may_be_shell(os.environ)
     if options.script and detect(os.environ).launcher and not in_shell:

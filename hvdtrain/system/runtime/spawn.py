@@ -195,7 +195,7 @@ def check_no_launcher(environ: Mapping[str, str]) -> None:
     if launch != SINGLE_RANK and not may_be_shell(environ):
         raise UsageError(
             f"--spawn starts ranks without a launcher, but {launch.launcher} started this process: "
-            "leave the option out"
+            "omit it"
         )
 
 

@@ -177,7 +177,7 @@ def _parse(content: bytes, split: str) -> tuple[list[str], dict[str, Any]]:
     ids, known = [image.id for image in images], [category.id for category in categories]
     for kind, numbers in (("image", ids), ("category", known)):
         if twice := [number for number, after in itertools.pairwise(numbers) if number == after]:
-            raise ValueError(f"two of the {kind} id {twice[0]}")
+            raise ValueError(f"duplicate {kind} id {twice[0]}")
     label = {number: at for at, number in enumerate(known)}
     of_image: dict[int, list[Annotation]] = {number: [] for number in ids}
     listed = [entry for entry in file.annotations if entry.image_id in of_image]

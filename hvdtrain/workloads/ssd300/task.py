@@ -141,8 +141,7 @@ WORKLOAD = Workload(
     epilog=EPILOG.format(
         rates=LR,
         aliases="\n".join(
-            f"  {name:27} {words or '(nothing: it is so anyway)'}"
-            for name, words in ALIASES.items()
+            f"  {name:27} {words or '(no effect)'}" for name, words in ALIASES.items()
         ),
     ),
     models=("resnet50", "resnet18", "resnet34", "resnet101", "resnet152"),

@@ -95,7 +95,7 @@ def test_a_framework_that_is_too_old_is_refused() -> None:
 
 
 def test_an_unknown_framework_is_refused() -> None:
-    with pytest.raises(UsageError, match="--framework jax: choose one of pytorch, tensorflow"):
+    with pytest.raises(UsageError, match="--framework jax: choose from pytorch, tensorflow"):
         select.adapter("jax", environ={})
 
 

@@ -211,7 +211,7 @@ def test_what_replaces_a_removed_option_or_value(removed: str, tmp_path: Path) -
         (["--checkpoint-every=5"], ["--checkpoint-every", "--checkpoint-dir"]),
         (["--resume=must"], ["--resume", "--checkpoint-dir"]),
         (["--timeline-steps=3:9"], ["--timeline-steps needs --timeline FILE"]),
-        (["--tracker=mlflow", "--tracker=mlflow=d"], ["--tracker mlflow is given twice"]),
+        (["--tracker=mlflow", "--tracker=mlflow=d"], ["--tracker mlflow is set twice"]),
         (["--profile-dir=d"], ["--profile-dir needs --profile A:B"]),
         (["--profile-ranks=0,1"], ["--profile-ranks needs --profile A:B"]),
         (["--profile=20:"], ["--profile 20: needs an end, e.g. 20:30"]),
@@ -358,7 +358,7 @@ def test_a_default_value_on_the_command_line_takes_precedence_too(tmp_path: Path
         ("lr: {a: 1}\n", "line 1: lr: must be text or a number"),
         ("data: [a, b]\n", "line 1: data: must be text or a number"),
         ("seed: 1\nlr-milestones: [1, [2]]\n", "line 2: lr-milestones: must be text or a number"),
-        ("optimizer: lion\n", "line 1: optimizer: 'lion': choose one of sgd, adam, adamw"),
+        ("optimizer: lion\n", "line 1: optimizer: 'lion': choose from sgd, adam, adamw"),
         (
             "lr: 1\nseed: 1\nbatchsize: 3\n",
             "line 3: batchsize: no such option; did you mean batch-",

@@ -79,7 +79,9 @@ def test_what_is_wrong_is_told_by_its_key(content: Any, error: str, tmp_path: Pa
     assert len(str(caught.value)) < 100
     file = tmp_path / "s.json"
     file.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=re.escape(f"{file} is no summary of a training: {error}")):
+    with pytest.raises(
+        UsageError, match=re.escape(f"{file} is not a summary of a training: {error}")
+    ):
         Summary.read(file, needed=needed)
 
 

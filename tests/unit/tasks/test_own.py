@@ -129,8 +129,8 @@ def test_a_broken_file_is_one_line(tmp_path: Path, text: str, words: str) -> Non
         ("config: str = ''", "config of Options: --config is an option already"),
         ("device: str = ''", "device of Options: --device is an option already"),
         ("clip_norm: float = 1.0", "clip_norm of Options: --clip-norm is an option already"),
-        ("size: int", "size of Options has no default"),
-        ("sizes: list = field(default_factory=list)", "sizes of Options has no default"),
+        ("size: int", "size of Options needs a default"),
+        ("sizes: list = field(default_factory=list)", "sizes of Options needs a default"),
         ("sizes: tuple = ()", "sizes of Options: an option is a bool"),
         ("on: bool = True", "on of Options: an option is a bool that is False"),
     ],
@@ -145,7 +145,7 @@ def test_an_error_in_task_is_reported_with_its_line(tmp_path: Path) -> None:
     workload = load(tmp_path, "def task(options):\n    return {}['x']\n")
     with pytest.raises(UsageError, match=r"my_task.py, line 2: KeyError: 'x'"):
         workload.build(Options())
-    with pytest.raises(UsageError, match=r"other.py: task\(\) returned int, which is no Task"):
+    with pytest.raises(UsageError, match=r"other.py: task\(\) returned int, which is not a Task"):
         load(tmp_path, TASK, "other.py").build(Options())
 
 
@@ -162,7 +162,7 @@ def test_a_name_that_cannot_be_imported(tmp_path: Path, name: str) -> None:
     [
         ("tensorflow", "pytorch", "imports TensorFlow, .* use --framework tensorflow"),
         ("torch", "tensorflow", "imports PyTorch, .* use --framework pytorch"),
-        ("torch", "pytorch", "returned NoneType, which is no Task"),
+        ("torch", "pytorch", "returned NoneType, which is not a Task"),
     ],
 )
 def test_a_file_for_the_other_framework(

@@ -31,7 +31,7 @@ def look(size: int = 1, **options: Any) -> None:
     ("size", "options", "words"),
     [
         (1, {"lr_schedule": "multistep"}, "--lr-schedule multistep needs --lr-milestones"),
-        (1, {"model": "resnet50"}, "--model resnet50: choose one of tutorial, small"),
+        (1, {"model": "resnet50"}, "--model resnet50: choose from tutorial, small"),
         (2, {"strategy": "single"}, "--strategy single trains in one process"),
         (1, {"strategy": "ddp", "framework": "tensorflow"}, "--strategy ddp is for pytorch"),
         (2, {"strategy": "horovod", "compression": "bf16"}, "--compression bf16: Horovod cannot"),

@@ -61,7 +61,7 @@ def check_elastic(
 ) -> None:
     """Raise ``UsageError`` if torchrun cannot restart the ranks of a trainer."""
     if None in (fewest, most):
-        raise UsageError("--elastic requires --min N and --max M, the numbers of ranks")
+        raise UsageError("--elastic needs --min N and --max M, the numbers of ranks")
     is_trainer = any(
         option == "-m" and module.startswith("hvdtrain.") for option, module in pairwise(words)
     )

@@ -78,7 +78,7 @@ class Tree:
 def refuse_value(command: Sequence[str]) -> None:
     """Raise UsageError for ``--stage-env try``, which would be read as the program."""
     if word := next((word for word in command[:1] if word in ("must", "try")), ""):
-        raise UsageError(f"--stage-env {word}: the option has no values any more: omit {word!r}")
+        raise UsageError(f"--stage-env {word}: it takes no value: omit {word!r}")
 
 
 def members(prefix: Path) -> list[Member]:

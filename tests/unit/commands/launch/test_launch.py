@@ -216,7 +216,7 @@ A_LIST = "must be a list such as node1:4,node2:4"
         ("-n 0 -- true", "-n: 0 is not a whole number of 1 or more"),
         ("-n 2 --threads 0 -- true", "--threads: 0 is not a whole number"),
         ("-n 2 --timeout nan -- true", "--timeout: nan is not a number above 0"),
-        ("-n 2 --stage-env try -- true", "--stage-env try: the option has no values any more"),
+        ("-n 2 --stage-env try -- true", "--stage-env try: it takes no value"),
         ("-n 2 --stage-env --dry-run -- true", "--stage-env and --dry-run: the command depends on"),
         ("-n 2 --launcher torchrun --tag -- true", "--launcher torchrun does not support --tag"),
         ("-n 2 --launcher torchrun --timeout 5 -- true", "--launcher torchrun does not support"),

@@ -301,7 +301,7 @@ def test_an_alias_equals_its_option(alias: str) -> None:
         read(f"--{first[2:].replace('-', '_')}" if first[1] == "-" else first, *words, *rest)
         == option
     )
-    line = f"  {alias:27} {ALIASES[alias] or '(nothing: it is so anyway)'}"
+    line = f"  {alias:27} {ALIASES[alias] or '(no effect)'}"
     assert line in WORKLOAD.epilog.splitlines()
 
 
@@ -323,7 +323,7 @@ def test_settings_in_files_are_spelled_so_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["--mode dance", "--mode=dance", "--model-name ssd512"])
 def test_another_value_is_refused(line: str) -> None:
-    assert "choose one of" in error_of(read, *line.split())
+    assert "choose from" in error_of(read, *line.split())
 
 
 def test_a_missing_value_is_refused() -> None:

@@ -113,7 +113,7 @@ TRAIN = "python -m hvdtrain.mnist"
         ("--elastic --min 0 --max 2 -- true", "0 is not a whole number of 1 or more"),
         ("-n 2 --elastic --min 1 --max 2 -- true", "-n N, or --elastic"),
         ("-- true", "-n N, or --elastic"),
-        ("-n 2 --max 2 -- true", "require --elastic"),
+        ("-n 2 --max 2 -- true", "need --elastic"),
         ("--elastic --min 1 --max 2 --tag -- true", "--elastic does not support --tag"),
         ("--elastic --min 3 --max 2 -- true", "--min 3: more than --max 2"),
         ("--elastic --min 3 --max 4 --hosts a:2 -- true", "the 2 slots"),
