@@ -25,7 +25,7 @@ from xxhash import xxh3_128
 
 from hvdtrain.adapters.select import adapter
 from hvdtrain.commands.compare.trials import LINES as TRIALS
-from hvdtrain.commands.pack.packing import Packing, shard_problem
+from hvdtrain.commands.pack.packing import Packing
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.commands.report.find import look
 from hvdtrain.commands.study.run import append_record
@@ -54,7 +54,6 @@ from hvdtrain.system.runtime.failure_detector import (
 from hvdtrain.system.runtime.waits import Waits
 from hvdtrain.training.checkpoint_manager import train_state
 from hvdtrain.workloads.data import coco, image_folder, packed
-from hvdtrain.workloads.data.files import Names
 from hvdtrain.workloads.mnist import data as mnist
 from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
 from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
@@ -240,8 +239,7 @@ def read_shard(data: bytes, folder: Path) -> None:
     content(folder, {shard.name: data})
     with contextlib.chdir(folder):  # the guard takes names in an open folder for relative paths
         replace(contents, shards=[shard, *others]).save(Folder.named(folder))
-    names = {name: Names(split.names) for name, split in contents.splits.items()}
-    assert isinstance(shard_problem(folder, packed.Pack(folder).contents, names, 0), str | None)
+    assert isinstance(packed.Pack(folder).problem(0), str | None)
     _read_images(folder)
 
 
