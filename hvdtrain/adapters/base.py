@@ -65,7 +65,8 @@ class Adapter(ABC):
         number of steps. See ``steps/sharding.py``.
 
         Gradients are weighted by the current part: the last one drawn from ``epoch``. If batches
-        are read ahead, iterate over ``batches`` or compute ``with shards.step(part)``.
+        are read ahead, iterate over ``batches`` or compute ``with shards.step(part)``. Those of
+        PyTorch also make the loader of a dataset, see ``adapters/pytorch/loader.py``.
 
         Args:
             samples: size of the dataset, equal on all ranks.

@@ -190,7 +190,7 @@ class StateView(ABC):
         communicator = self.adapter.communicator
         if communicator.size > 1:
             # Only rank 0's is read.
-            mine = self.export(optimizer) if communicator.is_root else Checkpoint({}, {})
+            mine = communicator.on_root(lambda: self.export(optimizer)) or Checkpoint({}, {})
             # Names and shapes first: the others may lack some, e.g. an optimizer state.
             state = Checkpoint(
                 model=communicator.broadcast_arrays(mine.model),
@@ -239,6 +239,9 @@ class StateView(ABC):
         """
         digests, options = Digests(), self.options(optimizer)
         pieces = list(self.pieces(optimizer)) if copies is None else self.fill(optimizer, copies)
+        if copies is None and not self.sharded and self._rank == 0:
+            # Now: a copy of this process may have to write them, in which no framework works.
+            pieces = [replace(p, fetch=partial(np.asarray, self.array(p.fetch()))) for p in pieces]
         if copies:  # what others write may change, and is not needed later
             digests |= self._digested(piece for piece in pieces if piece.owner != self._rank)
             pieces = [piece for piece in pieces if piece.owner == self._rank]

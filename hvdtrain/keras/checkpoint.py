@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.base import JsonValues
 from hvdtrain.adapters.common_adapter import CommonAdapter
-from hvdtrain.adapters.framework import Flags
+from hvdtrain.adapters.framework import UNKNOWN, Flags
 from hvdtrain.adapters.preemption import Preemption
 from hvdtrain.adapters.save import Save
 from hvdtrain.errors import CheckpointError, HvdtrainError, UsageError
@@ -177,8 +177,7 @@ class BackupAndRestore(ModelCallback):
                 "keras.Input(shape), or call model.build(shape)"
             )
         self._progress.end()  # that of a fit that failed
-        reduction = step_sum(model.optimizer)
-        adapter.read_flags = (lambda: reduction.buckets.flags) if reduction else None
+        adapter.read_flags = self._read_flags if step_sum(model.optimizer) else None
         state = restore(adapter, self.backup_dir, model, model.optimizer)
         for name, callback in _best_only(model).items():
             callback.best = (state or {}).get("best", {}).get(name, callback.best)
@@ -199,6 +198,10 @@ class BackupAndRestore(ModelCallback):
     @functools.cached_property  # the same after a ``fit`` that failed: it handles the signals
     def _preemption(self) -> Preemption:
         return Preemption(self.adapter.communicator, self._want_stop)
+
+    def _read_flags(self) -> Flags:
+        reduction = step_sum(self.model.optimizer)
+        return reduction.buckets.flags if reduction else UNKNOWN
 
     def _want_stop(self) -> None:
         self.adapter.stop_wanted = True  # it reaches the other ranks with the gradients
@@ -230,7 +233,7 @@ class BackupAndRestore(ModelCallback):
         self._save()
         if self._pending:
             self._pending.result()
-        self._pending = None
+        self._pending = self.adapter.read_flags = None  # the latter would keep the model
         self.model._initial_epoch = None  # it would also apply to a later fit
         if stops:
             self._stop()

@@ -21,6 +21,8 @@ from hvdtrain.system.output.text import page
 from hvdtrain.tasks.dataset import Batch
 
 Array = NDArray[Any]
+ReadOutput = Callable[[], tuple[Array, Array]]
+"""Copies the model's output of a batch, as float64, and its labels to NumPy arrays."""
 
 
 class Consumer(Protocol):

@@ -15,7 +15,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.tasks.augmented import augmented
 from hvdtrain.tasks.columns import CLASSES, Columns
 from hvdtrain.tasks.dataset import Batch, Dataset
-from hvdtrain.tasks.metrics import Accuracy, Array, Consumer, Metric
+from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric, ReadOutput
 
 Losses = Callable[[Any, Any], Any]
 """(output, y) -> the loss of each sample, shape (n,)."""
@@ -163,8 +163,8 @@ class Task(ABC):
         """Return ``losses``; raise ``UsageError`` if they are not one per sample of ``y``."""
 
     @abstractmethod
-    def _evaluated(self, batch: Batch) -> tuple[float, Array, Array]:
-        """Return the sum of the losses of a batch, outputs in float64, and labels."""
+    def _evaluated(self, batch: Batch) -> tuple[float, ReadOutput]:
+        """Return the sum of the losses of a batch, and what returns its output and labels."""
 
     @abstractmethod
     def _set_weights(self, values: list[Any] | None = None) -> list[Any]:
@@ -228,9 +228,11 @@ class Task(ABC):
 
     def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
         """Update ``metrics`` with the batch; return the sum of its losses."""
-        loss, output, labels = self._evaluated(batch)
-        for metric in metrics:
-            metric.update(Batch(batch.x, labels), output)
+        loss, read = self._evaluated(batch)
+        if metrics:  # the output may be large
+            output, labels = read()
+            for metric in metrics:
+                metric.update(Batch(batch.x, labels), output)
         return loss
 
     @contextmanager

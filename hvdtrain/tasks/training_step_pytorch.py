@@ -21,7 +21,7 @@ from hvdtrain.system.machine import accelerator
 from hvdtrain.tasks.augmented import edges
 from hvdtrain.tasks.dataset import Batch, InMemoryBase, unknown_class
 from hvdtrain.tasks.guard_pytorch import Guard, is_fused, values
-from hvdtrain.tasks.metrics import Array
+from hvdtrain.tasks.metrics import ReadOutput
 from hvdtrain.tasks.optimizers_pytorch import averages_of, keep_average, local, make_optimizer
 from hvdtrain.tasks.task import LossScale, NotFinite, Task
 
@@ -278,12 +278,12 @@ class TorchTask(Task):
 
     @torch.no_grad()
     @override
-    def _evaluated(self, batch: Batch) -> tuple[float, Array, Array]:
+    def _evaluated(self, batch: Batch) -> tuple[float, ReadOutput]:
         self.model.eval()
         y = self._copy(batch.y)
         output = self.model(self._input(self._copy(batch.x))).to(self.dtype)
         loss = float(self._checked(self.losses(output, y), y).double().sum())
-        return loss, output.double().cpu().numpy(), y.cpu().numpy()
+        return loss, lambda: (output.double().cpu().numpy(), y.cpu().numpy())
 
     @torch.no_grad()
     @override

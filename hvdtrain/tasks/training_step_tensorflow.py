@@ -18,7 +18,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Indices
 from hvdtrain.tasks.augmented import edges
 from hvdtrain.tasks.dataset import Batch, InMemoryBase, unknown_class
-from hvdtrain.tasks.metrics import Array
+from hvdtrain.tasks.metrics import ReadOutput
 from hvdtrain.tasks.optimizers_tensorflow import make_optimizer, not_finite
 from hvdtrain.tasks.task import LossScale, NotFinite, Task
 
@@ -255,12 +255,12 @@ class TFTask(Task):
         return before
 
     @override
-    def _evaluated(self, batch: Batch) -> tuple[float, Array, Array]:
+    def _evaluated(self, batch: Batch) -> tuple[float, ReadOutput]:
         if self._evaluate is None:
             self._evaluate = _traced(self._traced_evaluate, _any_number((batch.x, batch.y)))
         with _label_errors():
             loss, output = self._evaluate(batch.x, batch.y)
-        return float(loss), output.numpy(), batch.y.numpy()
+        return float(loss), lambda: (output.numpy(), batch.y.numpy())
 
     def _traced_evaluate(self, pixels: Any, labels: Any) -> tuple[Any, Any]:
         output = tf.cast(self.model(self._input(pixels), training=False), self.dtype)

@@ -14,6 +14,7 @@ from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.select import adapter
 from hvdtrain.config.strategies import PACKAGES, STRATEGIES
 from hvdtrain.errors import UsageError
+from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps.checkpoint_files import Checkpoint
 from tests.saves import save
 
@@ -81,6 +82,27 @@ def test_a_state_comes_back_bit_for_bit(single_rank: tuple[CommonAdapter, Any]) 
     assert exported(hvd, loaded) == before
     # Running statistics are not trained.
     assert hvd.view(loaded[0]).trained_names() < set(state.model)
+
+
+def test_a_forked_copy_of_rank_0_writes_without_the_framework(
+    single_rank: tuple[CommonAdapter, Any],
+    started: Callable[[CommonAdapter], CommonAdapter],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does so if mpirun kills rank 0 within a save that the training waits for."""
+    hvd, make = single_rank
+    model, optimizer = make(4)
+    view = started(hvd).view(model, optimizer)
+    write = view.contribute(optimizer, {"step": 1}, {}, None)
+
+    def array(value: Any) -> np.ndarray[Any, Any]:
+        assert isinstance(value, np.ndarray), type(value)
+        return value
+
+    monkeypatch.setattr(view, "array", array)
+    files, _ = write(checkpoints.begin(tmp_path, 1))
+    assert len(files) == 2
 
 
 def test_keras_state_is_that_of_any_precision() -> None:

@@ -129,7 +129,7 @@ class Buckets(GradientSums):
         self.optimizer = weakref.ref(optimizer)
         self._sum_all(optimizer)
         self.attach(optimizer)
-        optimizer.synchronize = self.synchronize  # type: ignore[attr-defined]
+        optimizer.synchronize = self.synchronize_of(optimizer)  # type: ignore[attr-defined]
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
         weakref.finalize(optimizer, self.release)
 

@@ -51,7 +51,7 @@ class Ddp(ProcessGroupStrategy):
         wrapped = self._wrapped(model)
         wrapped.check_summed(optimizer)
         wrapped.attach(optimizer)
-        optimizer.synchronize = wrapped.synchronize
+        optimizer.synchronize = wrapped.synchronize_of(optimizer)
         return wrapped, optimizer
 
     def _wrapped(self, model: Any) -> WeightedDdp:

@@ -91,6 +91,9 @@ class PartLoader:
             **options,
         )
 
+    def __len__(self) -> int:
+        return self._shards.steps_per_epoch
+
     def batches(self, epoch: int, consumed: int = 0) -> Iterator[tuple[Part, Any]]:
         """Yield the parts of an epoch with their batches; each part is current meanwhile.
 

@@ -119,11 +119,25 @@ class GradientSums(ABC):
         """Synchronize before each step of ``optimizer``, or each time after its closure."""
         optimizer.register_step_pre_hook(once_per_step(self._before_step))
 
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin a step of ``optimizer``, which uses each sum once."""
+    def synchronize_of(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Return the ``synchronize`` of ``optimizer``."""
+        known = weakref.ref(optimizer)
+
+        def synchronize() -> None:
+            self._use_once(known())
+            self.synchronize()
+
+        return synchronize
+
+    def _use_once(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Sum again if a step of ``optimizer`` has used the sums: they may be changed in place."""
         if optimizer in self._stepped:
             self._summed = False
-        self._stepped.add(optimizer)
+            self._stepped.discard(optimizer)
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin a step of ``optimizer``, which uses each sum once."""
+        self._use_once(optimizer)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> Any:
         """Return the arguments of the step with a closure that synchronizes; None: it has none."""
@@ -132,12 +146,14 @@ class GradientSums(ABC):
         closure, *rest = positional or [named.get("closure")]
         if closure is None:
             self.synchronize()
+            self._stepped.add(optimizer)
             return None
 
         def summed() -> Any:
             self.begin()
             loss = closure()
             self.synchronize()
+            self._stepped.add(optimizer)
             return loss
 
         return (optimizer, summed, *rest), {k: v for k, v in named.items() if k != "closure"}
@@ -235,9 +251,10 @@ class TorchStrategy(BaseStrategy):
     def state_of_root(self, optimizer: torch.optim.Optimizer) -> Checkpoint:
         """Return rank 0's whole state of an ``optimizer`` that is not sharded yet."""
         communicator = self.adapter.communicator
-        mine = optimizer_tensors(optimizer if communicator.is_root else None)
-        arrays = {name: array_of(value) for name, value in mine.items()}
-        return Checkpoint({}, communicator.broadcast_arrays(arrays))
+        arrays = communicator.on_root(
+            lambda: {name: array_of(value) for name, value in optimizer_tensors(optimizer).items()}
+        )
+        return Checkpoint({}, communicator.broadcast_arrays(arrays or {}))
 
 
 class ProcessGroupStrategy(TorchStrategy):

@@ -42,9 +42,9 @@ class Zero(Ddp):
 
     @override
     def distribute(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        state = self.state_of_root(optimizer)  # e.g. that of Adagrad, which begins with one
         model, optimizer = super().distribute(model, optimizer)
         share = self._shares[optimizer] = Share(optimizer, self.adapter, model)
-        state = self.state_of_root(optimizer)  # e.g. that of Adagrad, which begins with one
         ShareView(self.adapter, model, share).restore_optimizer(optimizer, state)
         return model, optimizer
 
