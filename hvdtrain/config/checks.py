@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.comm_options import COMPRESSIONS, NONE
-from hvdtrain.config.declare import declared, option_name
+from hvdtrain.config.declare import declared, exclusive, option_name
 from hvdtrain.config.strategies import STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import differences
@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from hvdtrain.config.options import Options
 
 TENSORFLOWS_SEED = 2**32 - 1  # of keras.utils.set_random_seed and NumPy's legacy generator
-EXCLUSIVE = (
-    ("batch_size", "global_batch_size"),
-    ("checkpoint", "checkpoint_dir"),
-    ("warmup_epochs", "warmup_steps"),
-    ("synthetic", "data"),
-)
-"""Pairs of options of the trainers and tasks of which at most one may be given."""
 
 
 def check(refusals: Iterable[str]) -> None:
@@ -58,7 +51,7 @@ def of_fields(options: Any) -> Iterator[str]:
 def of_options(options: Options) -> Iterator[str]:
     """Refuse options of a trainer alone: before anything is imported or started."""
     names = specified(options)
-    for first, second in EXCLUSIVE:
+    for first, second in exclusive(type(options)):
         if first in names and second in names:
             yield f"{names[first]} and {names[second]} cannot be combined: omit one"
     yield from of_fields(options)

@@ -15,8 +15,15 @@ from typing import Any
 
 from typing_extensions import override
 
-from hvdtrain.config.checks import EXCLUSIVE, check, of_options
-from hvdtrain.config.declare import CommandParser, OptionValues, add_options, not_among, values_of
+from hvdtrain.config.checks import check, of_options
+from hvdtrain.config.declare import (
+    CommandParser,
+    OptionValues,
+    add_options,
+    exclusive,
+    not_among,
+    values_of,
+)
 from hvdtrain.config.options import Options
 from hvdtrain.config.values import local_folder
 from hvdtrain.errors import UsageError
@@ -82,8 +89,9 @@ def parse(
     file_parser = build_parser(workload, description, epilog, kind, add_help=False)
     files = (_read_config(file_parser, kind, file) for file in line.config or ())
     merged: OptionValues = {}
+    pairs = exclusive(kind)
     for values in (*files, values_of(kind, line)):
-        for name, excluded in (*EXCLUSIVE, *(pair[::-1] for pair in EXCLUSIVE)):
+        for name, excluded in (*pairs, *(pair[::-1] for pair in pairs)):
             if name in values:  # a later source also replaces the excluded option
                 merged.pop(excluded, None)
         merged |= values

@@ -135,6 +135,13 @@ def declared(kind: type[Any]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
 
 
+def exclusive(kind: type[Any]) -> list[tuple[str, str]]:
+    """Return the pairs of fields of ``kind`` of which at most one may be given."""
+    named = [(field.name, field.metadata["either"]) for field in declared(kind)]
+    pairs = itertools.combinations([pair for pair in named if pair[1]], 2)
+    return [(first, second) for (first, one), (second, other) in pairs if one == other]
+
+
 def option_name(field: dataclasses.Field[Any]) -> str:
     """Return the name of an option on the command line."""
     return field.metadata["name"] or "--" + field.name.rstrip("_").replace("_", "-")
@@ -203,7 +210,8 @@ def values_of(kind: type[Any], parsed: argparse.Namespace) -> OptionValues:
         if isinstance(value, list):
             if field.metadata["kind"] in LISTS:  # in several words: 30 60 is 30,60
                 value = list(itertools.chain(*value))
-            value = tuple(value[value[:1] == ["--"] :])  # before a command
+            before_command = field.metadata["number"] == argparse.REMAINDER
+            value = tuple(value[before_command and value[:1] == ["--"] :])
         if value is not None:
             values[field.name] = value
     return values

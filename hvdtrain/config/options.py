@@ -56,7 +56,7 @@ class Options:
         "process)",
         choices=tuple(STRATEGIES),
     )
-    data: Path | None = optional("directory of the dataset", Path)
+    data: Path | None = optional("directory of the dataset", Path, either="data")
     model: str = option("", "model to train")
     epochs: int | None = optional(
         "number of epochs; length of the learning-rate schedule (default: of the task)", positive
@@ -65,7 +65,7 @@ class Options:
         "total number of updates after which to stop, counting those before a resume", count
     )
     batch_size: int | None = optional(
-        "number of samples per rank and forward pass (default: of the task)", batch
+        "number of samples per rank and forward pass (default: of the task)", batch, either="batch"
     )
     lr: float | None = optional("learning rate for one rank (default: of the task)", non_negative)
     optimizer: str = option("sgd", "optimizer", choices=OPTIMIZERS)
@@ -74,7 +74,9 @@ class Options:
         "numeric precision; bf16 and fp16: of the forward pass in training (autocast)",
         choices=PRECISIONS,
     )
-    checkpoint_dir: Path | None = optional("directory to save checkpoints in and resume from", Path)
+    checkpoint_dir: Path | None = optional(
+        "directory to save checkpoints in and resume from", Path, either="checkpoint"
+    )
     summary: Path | None = optional("JSON file for the result", Path)
     stage: Path | None = optional(
         "node-local directory to which each host copies the packed dataset (hvdtrain pack) before "
@@ -95,6 +97,7 @@ class Options:
         "number of samples per step over all ranks, instead of --batch-size",
         batch,
         group="optimization",
+        either="batch",
     )
     accumulate_steps: int = option(
         1, "number of forward and backward passes per update (gradient accumulation)", batch
@@ -110,9 +113,11 @@ class Options:
         "this number instead of by the number of ranks",
         batch,
     )
-    warmup_epochs: float | None = optional("number of warm-up epochs", non_negative)
+    warmup_epochs: float | None = optional(
+        "number of warm-up epochs", non_negative, either="warmup"
+    )
     warmup_steps: int | None = optional(
-        "number of warm-up updates, instead of --warmup-epochs", count
+        "number of warm-up updates, instead of --warmup-epochs", count, either="warmup"
     )
     lr_schedule: str | None = optional("learning-rate schedule after warm-up", choices=SCHEDULES)
     lr_milestones: tuple[float, ...] | None = optional(
@@ -189,6 +194,7 @@ class Options:
         "checkpoint to evaluate, or a directory of checkpoints (default: the newest in "
         "--checkpoint-dir)",
         Path,
+        either="checkpoint",
     )
     predict: Path | None = optional(
         "CSV file for one prediction per sample; implies --evaluate-only", Path

@@ -144,4 +144,6 @@ def _check(options: LaunchOptions) -> None:
     if options.stage_env and options.by_torchrun:
         raise UsageError("--stage-env is for the launcher of the MPI, not torchrun or --elastic")
     if options.stage_env and options.dry_run:
-        raise UsageError("--stage-env and --dry-run cannot be combined: omit one")
+        raise UsageError(
+            "--stage-env and --dry-run cannot be combined: the command depends on copies"
+        )

@@ -104,7 +104,7 @@ class MeasuredRun:
 
 
 def read_lines(path: Path) -> list[MeasuredRun]:
-    """Return the runs in a JSON Lines file; see ``records.read``."""
+    """Return the runs in a JSON Lines file; see ``read_records``."""
     return read_records(path, MeasuredRun, "sweep")
 
 

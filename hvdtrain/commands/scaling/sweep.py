@@ -250,7 +250,10 @@ def submit_sizes(options: ScalingOptions, words: Sequence[str]) -> Report:
     """
     words = sweep_words(words, options)
     if options.hosts or options.hostfile:
-        raise UsageError("--submit and --hosts cannot be combined: omit one")
+        given = "--hosts" if options.hosts else "--hostfile"
+        raise UsageError(
+            f"--submit and {given} cannot be combined: the batch system allocates the hosts"
+        )
     template = _parse(options.submit or "")
     full = _ranks_per_node(template, options)
     texts: list[str] = []

@@ -249,14 +249,14 @@ def check_job(job: Job) -> None:
             "needs one"
         )
     if job.array and job.chain:
-        raise UsageError("--array and --chain cannot be combined: omit one")
+        raise UsageError("--array and --chain cannot be combined: array tasks have no chains")
     if job.chain and not job.progress:
         raise UsageError(
             "--chain: the jobs have no directory to resume from; add --checkpoint-dir DIR to the "
             "command, or use --progress DIR"
         )
     if job.chain and job.ladder:
-        raise UsageError("--chain and --ladder cannot be combined: omit one")
+        raise UsageError("--chain and --ladder cannot be combined: a chain resumes one command")
     if job.once and job.ladder:
         raise UsageError("--once and --ladder cannot be combined: omit one")
     if job.stage_env:

@@ -50,7 +50,9 @@ class SyntheticOptions(Options):
     """Options of a task whose speed is measured on random images, too."""
 
     synthetic: bool = switch(
-        "measure throughput on random images (default without --data)", group=TASK_OPTIONS
+        "measure throughput on random images (default without --data)",
+        group=TASK_OPTIONS,
+        either="data",
     )
 
 

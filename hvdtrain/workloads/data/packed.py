@@ -181,6 +181,10 @@ class Pack:
         if self.contents.digest() != self._digest:
             raise _damaged(self.folder / INDEX, "its checksum differs")
 
+    @functools.cached_property
+    def _paths(self) -> list[list[bytes]]:
+        return [split.names.tobytes().split(b"\0") for split in self.contents.splits.values()]
+
     def problem(self, number: int) -> str | None:
         """Return the problem of shard ``number``; None: every byte is unchanged."""
         contents, shard = self.contents, self.contents.shards[number]
@@ -197,8 +201,7 @@ class Pack:
         except tarfile.TarError as error:
             return str(error)
         expected = {name: file for name, file in contents.files.items() if file.shard == number}
-        for split in contents.splits.values():
-            paths = split.names.tobytes().split(b"\0")
+        for split, paths in zip(contents.splits.values(), self._paths, strict=True):
             for index in np.flatnonzero(split.shard == number).tolist():
                 name = f"{key(index)}{suffix(os.fsdecode(paths[index]))}"
                 expected[name] = split.member(index)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.config.checks import check, of_device
 from hvdtrain.config.command_line import parse
-from hvdtrain.config.declare import REMOVED
+from hvdtrain.config.declare import REMOVED, switch
 from hvdtrain.config.options import Options
 from hvdtrain.config.strategies import STRATEGIES
 from hvdtrain.config.values import count, fraction, non_negative, numbers, positive
@@ -27,6 +27,15 @@ from hvdtrain.workloads.mnist.data import MnistOptions
 @dataclass(frozen=True)
 class Every(ImageOptions, MnistOptions):
     """Options of all workloads."""
+
+
+@dataclass(frozen=True)
+class Drawn(Options):
+    """Options of a task of one's own, two of which exclude one another."""
+
+    synthetic: bool = switch("whether the data is drawn")
+    mean: bool = switch("draw the mean", either="moment")
+    deviation: bool = switch("draw the deviation", either="moment")
 
 
 def read(*arguments: str, kind: type[Options] = Every) -> Any:
@@ -240,6 +249,9 @@ def test_a_workload_refuses_the_options_of_another() -> None:
     assert "--dropout: no such option" in refusal("--dropout=0", kind=ImageOptions)
     assert "--synthetic: no such option" in refusal("--synthetic", kind=MnistOptions)
     assert read("--data=d", "--dropout=0.5", kind=MnistOptions).dropout == 0.5
+    assert read("--data=d", "--synthetic", kind=Drawn).synthetic  # a pair only where it is declared
+    message = "--mean and --deviation cannot be combined: omit one"
+    assert refusal("--deviation", "--mean", kind=Drawn) == message
 
 
 @pytest.mark.parametrize("option", ["lr-milestones", "evaluate-epochs"])

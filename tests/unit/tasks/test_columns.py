@@ -45,7 +45,7 @@ def test_columns_of_any_kind() -> None:
 def test_a_task_that_does_not_classify_needs_columns(
     labels: np.ndarray, outputs: np.ndarray
 ) -> None:
-    with pytest.raises(UsageError, match=r"no classes and their scores: .*columns=Columns"):
+    with pytest.raises(UsageError, match=r"not classes and their scores: .*columns=Columns"):
         CLASSES.lines(0, labels, outputs)
 
 

@@ -77,7 +77,8 @@ class Tree:
 
 def refuse_value(command: Sequence[str]) -> None:
     """Raise UsageError for ``--stage-env try``, which would be read as the program."""
-    if word := next((word for word in command[:1] if word in ("must", "try")), ""):
+    word, *rest = command or [""]
+    if word in ("must", "try") and rest[:1] in ([], ["--"]):
         raise UsageError(f"--stage-env {word}: it takes no value: omit {word!r}")
 
 

@@ -217,7 +217,10 @@ A_LIST = "must be a list such as node1:4,node2:4"
         ("-n 2 --threads 0 -- true", "--threads: 0 is not a whole number"),
         ("-n 2 --timeout nan -- true", "--timeout: nan is not a number above 0"),
         ("-n 2 --stage-env try -- true", "--stage-env try: it takes no value"),
-        ("-n 2 --stage-env --dry-run -- true", "--stage-env and --dry-run: the command depends on"),
+        (
+            "-n 2 --stage-env --dry-run -- true",
+            "--stage-env and --dry-run cannot be combined: the command depends on",
+        ),
         ("-n 2 --launcher torchrun --tag -- true", "--launcher torchrun does not support --tag"),
         ("-n 2 --launcher torchrun --timeout 5 -- true", "--launcher torchrun does not support"),
         ("-n 3 --hosts a:2 -- true", "-n 3 is more than the 2 slots of --hosts (a:2)"),
