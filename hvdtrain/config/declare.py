@@ -137,9 +137,11 @@ def declared(kind: type[Any]) -> list[dataclasses.Field[Any]]:
 
 def exclusive(kind: type[Any]) -> list[tuple[str, str]]:
     """Return the pairs of fields of ``kind`` of which at most one may be given."""
-    named = [(field.name, field.metadata["either"]) for field in declared(kind)]
-    pairs = itertools.combinations([pair for pair in named if pair[1]], 2)
-    return [(first, second) for (first, one), (second, other) in pairs if one == other]
+    groups: dict[str, list[str]] = {}
+    for field in declared(kind):
+        if either := field.metadata["either"]:
+            groups.setdefault(either, []).append(field.name)
+    return [pair for names in groups.values() for pair in itertools.combinations(names, 2)]
 
 
 def option_name(field: dataclasses.Field[Any]) -> str:

@@ -250,9 +250,9 @@ def submit_sizes(options: ScalingOptions, words: Sequence[str]) -> Report:
     """
     words = sweep_words(words, options)
     if options.hosts or options.hostfile:
-        given = "--hosts" if options.hosts else "--hostfile"
+        excluded = "--hosts" if options.hosts else "--hostfile"
         raise UsageError(
-            f"--submit and {given} cannot be combined: the batch system allocates the hosts"
+            f"--submit and {excluded} cannot be combined: the batch system allocates the hosts"
         )
     template = _parse(options.submit or "")
     full = _ranks_per_node(template, options)
