@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"{file} .*No such file"):
         Summary.read(file)
     file.write_text("{")
-    with pytest.raises(UsageError, match=f"{file} is no summary"):
+    with pytest.raises(UsageError, match=f"{file} is not a summary"):
         Summary.read(file)
 
 
