@@ -270,7 +270,9 @@ class Runs:
         self.results, self.programs = [(0, ""), (0, "")], list[str]()
 
     def __call__(self, command: Command, timeout: float | None = None) -> CommandResult:
-        self.programs.append("rm" if "rm" in command.argv else "stage")
+        self.programs.append(
+            "rm" if any(word.startswith("rm ") for word in command.argv) else "stage"
+        )
         code, output = self.results.pop(0)
         if code < 0:
             os.kill(os.getpid(), -code)
