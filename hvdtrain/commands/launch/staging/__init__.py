@@ -243,7 +243,7 @@ class StagedEnvironment:
     def remove(self, timeout: float) -> None:
         """Remove the copies."""
         # PRRTE may hang if processes that are no MPI ranks end while others are being started.
-        words = ("sh", "-c", 'rm -rf -- "$0"; sleep 0.5', str(self._copy))
+        words = ("sh", "-c", 'rm -rf -- "$0" && sleep 0.5', str(self._copy))
         result = run(self._per_host(*words).command, timeout=timeout)
         if not result.ok:
             log.warning("hvdtrain: %s may be left on a host", self._copy)
