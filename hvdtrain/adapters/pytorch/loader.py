@@ -22,7 +22,7 @@ from hvdtrain.steps.sharding import Part, Shards, seed_of
 from hvdtrain.system.runtime.outlive import end_with_parent, worker_context
 
 DETERMINED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
-Batch = tuple[int, list[int]]  # epoch, indices of the samples
+Selection = tuple[int, list[int]]  # epoch, indices of the samples
 
 
 class TorchShards(Shards):
@@ -119,17 +119,14 @@ class _Order:
     epoch: int = 0
     consumed: int = 0
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Selection]:
         for part in self.shards.parts(self.epoch, self.consumed):
             yield self.epoch, part.indices.tolist()
-
-    def __len__(self) -> int:
-        return -(-(self.shards.samples - self.consumed) // self.shards.global_batch)
 
 
 @dataclass
 class _Begin:
-    """What a worker process does first."""
+    """Start of a worker process: tie it to its parent, then call the user's function."""
 
     init: Callable[[int], object] | None
 
@@ -153,7 +150,7 @@ class _Samples(torch_data.Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.data[index]
 
-    def __getitems__(self, batch: Batch) -> Any:
+    def __getitems__(self, batch: Selection) -> Any:
         """Return the samples of a batch; called by the DataLoader."""
         epoch, indices = batch
         if hasattr(self.data, "epoch"):
@@ -173,7 +170,7 @@ class _Rows(_Samples):
     """Tensors in memory: nothing is drawn, and a batch is read at once."""
 
     @override
-    def __getitems__(self, batch: Batch) -> Any:
+    def __getitems__(self, batch: Selection) -> Any:
         return self.data[batch[1]]
 
 
