@@ -7,14 +7,17 @@ are all in memory; a checkpoint may be larger than the memory of any rank.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
+import mmap
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import safetensors
@@ -24,6 +27,7 @@ from xxhash import xxh3_128
 from hvdtrain.errors import UsageError
 from hvdtrain.system.folder import Folder
 
+BLOCK = 2**23  # bytes per write
 MAX_HEADER = 2**24  # bytes, of about 200,000 tensors: reading more takes minutes and gigabytes
 
 
@@ -49,6 +53,55 @@ class ArraySpec:
         """The type's name in the format, e.g. ``F32``."""
         kind = self.dtype.kind.upper()
         return "BOOL" if kind == "B" else f"{kind}{8 * self.dtype.itemsize}"
+
+
+class DirectFile:
+    """Appends to a new file without the page cache of the kernel, if its file system permits it.
+
+    Copying to that cache takes processor time from the training, and its pages count as memory of
+    the job until they are on disk.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file  # without a buffer
+        self._buffer = np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8)  # aligned to a page
+        self._filled = 0
+        self._set_direct(True)
+
+    def _set_direct(self, on: bool) -> None:
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT
+        with suppress(OSError):  # e.g. a file system in memory
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
+
+    def write(self, data: NDArray[np.uint8]) -> None:
+        """Append bytes, of shape (n,)."""
+        while len(data):
+            part, data = np.split(data, [BLOCK - self._filled])
+            self._buffer[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            if self._filled == BLOCK:
+                self._flush()
+
+    def _flush(self) -> None:
+        data = self._buffer[: self._filled].data
+        while data:
+            try:
+                written = self._file.write(data)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._set_direct(False)  # e.g. a disk was nearly full, and wrote half a page
+                written = self._file.write(data)
+            data = data[written:]
+        self._filled = 0
+
+    def close(self, *, flush: bool) -> None:
+        """Close the file; with ``flush`` all of it is on disk."""
+        with self._file:
+            if flush:
+                self._set_direct(False)  # the rest is no multiple of a page
+                self._flush()
+                os.fsync(self._file.fileno())
 
 
 class TensorFile:
@@ -77,11 +130,11 @@ class TensorFile:
             raise UsageError(f"{name}: {len(layouts):,} tensors, more than can be read again")
         self.name, self._due = name, dict(layouts)
         self._digest = xxh3_128()
-        self._file = folder.open(name, "xb")
-        self._put(len(text).to_bytes(8, "little") + text)
+        self._file = DirectFile(folder.open(name, "xb", buffering=0))
+        self._put(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))
 
-    def _put(self, data: bytes | memoryview) -> None:
-        self._digest.update(data)
+    def _put(self, data: NDArray[np.uint8]) -> None:
+        self._digest.update(data.data)
         try:
             self._file.write(data)
         except OSError:
@@ -93,18 +146,16 @@ class TensorFile:
         due = next(iter(self._due))
         if (name, ArraySpec.of(array)) != (due, self._due.pop(due)):
             raise ValueError(f"{name}, {ArraySpec.of(array)}, is written, but {due} is due")
-        self._put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        self._put(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
     def abandon(self) -> None:
         """Close the incomplete file, so that its space can be freed."""
         with suppress(OSError):
-            self._file.close()
+            self._file.close(flush=False)
 
     def close(self) -> str:
         """Flush the file to disk and return its XXH3 digest."""
-        with self._file as file:
-            file.flush()
-            os.fsync(file.fileno())
+        self._file.close(flush=True)
         if self._due:
             raise ValueError(f"{list(self._due)} were not written")
         return self._digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128
 
 from hvdtrain.errors import UsageError
-from hvdtrain.steps.tensor_file import ArraySpec, TensorFile, stored
+from hvdtrain.steps.tensor_file import BLOCK, ArraySpec, TensorFile, stored
 from hvdtrain.system.files import file_digest
 from hvdtrain.system.folder import Folder
 
@@ -46,6 +47,18 @@ def test_the_library_reads_the_file(tmp_path: Path) -> None:
     for name, value in ARRAYS.items():
         assert (loaded[name].dtype, loaded[name].shape) == (value.dtype, value.shape)
         assert loaded[name].tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("parent", [None, "/dev/shm"])  # with and without O_DIRECT
+def test_tensors_larger_than_a_write_are_complete(parent: str | None, tmp_path: Path) -> None:
+    sizes = (1, BLOCK - 200, 2 * BLOCK + 1, 4095, 0, 77)
+    arrays = {f"{i}": np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)}
+    with tempfile.TemporaryDirectory(dir=parent or tmp_path) as folder:
+        path = Path(folder, "a")
+        digest = written(path, {name: np.frombuffer(a, np.uint8) for name, a in arrays.items()})
+        assert digest == file_digest(path, xxh3_128)
+        loaded = safetensors.numpy.load_file(path)
+    assert {name: value.tobytes() for name, value in loaded.items()} == arrays
 
 
 @pytest.mark.parametrize("kind", [np.complex128, np.longdouble, "datetime64[s]"])
