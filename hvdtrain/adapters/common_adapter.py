@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 from typing_extensions import override
 
 from hvdtrain.adapters import preflight
@@ -70,6 +71,8 @@ class CommonAdapter(StateAdapter):
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # that are trained
         self.shards: Shards | None = None  # from which the last part was drawn
         self.parts_begun = 0  # which every rank counts alike
+        self.pass_weight: Any = None  # of `weight_loss`, for the next backward pass
+        self._on_stand_in = False  # the current part is one
         self._detector: failure_detector.FailureDetector | None = None
         self._distributed: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
 
@@ -79,8 +82,48 @@ class CommonAdapter(StateAdapter):
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients locally in PyTorch's backward passes within the block."""
+        """Accumulate gradients locally in PyTorch's backward passes within the block.
+
+        Raises:
+            UsageError: after ``weight_loss``.
+        """
+        if self.pass_weight:
+            raise UsageError("weight_loss() cannot be combined with no_sync(): omit no_sync()")
         return self.strategy.no_sync()
+
+    def weight_loss(self, count: Any) -> None:
+        """Weigh the loss of the next backward pass, a mean over ``count`` items of this rank.
+
+        All ranks must call it before each backward pass, in TensorFlow before each ``apply``, if
+        the loss is a mean over something else than samples: tokens that are no padding, valid
+        pixels, boxes, the sum of the weights of classes. The gradients are then those of one
+        process: the sum over passes and ranks of count times gradient, divided by the sum of the
+        counts, since the last step or ``zero_grad``. So do not divide the loss by the number of
+        passes. One message more is sent, which overlaps with the computation until the first
+        gradient.
+
+        Args:
+            count: number of items, or a scalar tensor, which a GPU's host does not read. On a
+                stand-in any count is 0. If it is 0 on all ranks, the gradients are 0.
+
+        Raises:
+            UsageError: the count is negative or not finite (on a GPU the gradients are nan), or,
+                from a backward pass: some passes of an update have no weight, or were made within
+                ``no_sync``.
+        """
+        part = self.current_part
+        self.strategy.weigh(0.0 if part and part.stand_in else count, self._distributed)
+
+    @together
+    def total(self, **numbers: float) -> dict[str, float]:
+        """Return the sums of numbers over all ranks, by name; all ranks must call it.
+
+        Those of a stand-in are not counted. For a loss with several denominators, see
+        docs/own.md.
+        """
+        values = [0.0 if self._on_stand_in else float(value) for value in numbers.values()]
+        sums = self.communicator.sum(np.array(values))
+        return dict(zip(numbers, sums.tolist(), strict=True))
 
     def start_profiler(self) -> Profiler:
         """Start the framework's profiler on this rank."""
@@ -231,17 +274,23 @@ class CommonAdapter(StateAdapter):
         self.shards = self.framework.shards(
             samples, global_batch, seed, rank, size, on_begin=self.begin_part
         )
-        self.shards.on_end = lambda: self.leave_out(False)
+        self.shards.on_end = self._end_part
         return self.shards
 
     def begin_part(self, shards: Shards, part: Part) -> None:
         """Set ``part`` of ``shards`` as the one that the next gradients are computed on."""
         self.shards = shards
         self.parts_begun += 1
+        self.pass_weight = None
+        self._on_stand_in = part.stand_in
         self.samples_seen += part.count
         self.rank_buffers = {}  # also if this rank has only a stand-in: the others have samples
         self.leave_out(part.stand_in)
         self.strategy.begin_part(shards, part)
+
+    def _end_part(self) -> None:
+        self._on_stand_in = False
+        self.leave_out(False)
 
     def leave_out(self, stand_in: Any) -> None:
         """Leave the samples of the next passes out of the statistics if they are stand-ins."""
@@ -268,9 +317,16 @@ class CommonAdapter(StateAdapter):
         return self.shards.use() if self.shards else None
 
     @property
-    def part_weight(self) -> float:
-        """The current part's share of its global batch; without shards, equal for all ranks."""
+    def loss_weight(self) -> Any:
+        """The weight of this rank's loss: that of ``weight_loss``, or else the part's share.
+
+        Without shards all ranks have the same. None: the part is a stand-in.
+        """
         part = self.current_part
+        if part and part.stand_in:
+            return None
+        if self.pass_weight:
+            return self.pass_weight.share
         return part.weight if part else 1.0 / self.world.size
 
     @together

@@ -56,9 +56,14 @@ class Rank(Connected, Protocol):
     def current_part(self) -> Part | None:
         """The part that gradients are currently computed on; None without shards."""
 
+    pass_weight: Any  # of the framework, since `weight_loss`; None: that of the current part
+
     @property
-    def part_weight(self) -> float:
-        """Factor of this rank's gradients in this pass; 0 replaces any value by zero."""
+    def loss_weight(self) -> Any:
+        """Factor of this rank's gradients in this pass; None: they are left out.
+
+        A float; of ``pass_weight`` on a GPU a scalar of the framework.
+        """
 
 
 class Profiler(ABC):
@@ -124,6 +129,10 @@ class Framework(ABC):
     @abstractmethod
     def leave_out(self, models: Iterable[Any], stand_in: Any) -> None:
         """Leave the samples of the next passes out of statistics if they are stand-ins."""
+
+    @abstractmethod
+    def weigh(self, adapter: Rank, count: Any, optimizers: Iterable[Any]) -> None:
+        """Weigh the loss of the next pass, in one process, by ``count``."""
 
     @abstractmethod
     def synchronize_batchnorm(self, adapter: Rank, task: Any, sum_tensor: SumOverRanks) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -64,6 +64,10 @@ class BaseStrategy(ABC):
 
     def begin_part(self, shards: Shards, part: Part) -> None:  # noqa: B027 (one process)
         """Expect the gradients of ``part`` of ``shards``."""
+
+    def weigh(self, count: Any, optimizers: Iterable[Any]) -> None:
+        """Weigh the loss of the next pass by ``count``; see ``CommonAdapter.weight_loss``."""
+        self.adapter.framework.weigh(self.adapter, count, optimizers)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally in PyTorch's backward passes within the block.

@@ -17,12 +17,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.adapters.framework import SumOverRanks
+from hvdtrain.adapters.pytorch.weights import weigh
 from hvdtrain.steps.world import World
 
 log = logging.getLogger(__name__)
 
-Weight = Callable[[], float]
-"""The share of this rank's part in the global batch."""
+Weight = Callable[[], Any]
+"""The weight of this rank's loss; None: its input is a stand-in."""
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -115,12 +116,14 @@ class _Normalize(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, scale, n = ctx.saved_tensors
-        layer, share, axes = ctx.layer, ctx.layer.share(), axes_of(x)
+        layer, axes = ctx.layer, axes_of(x)
+        share = None if layer.stand_in else layer.share()
         normal, gradient = normalized(x, mean, scale), wide(gradient)
         of_bias, of_weight = gradient.sum(axes), (gradient * normal).sum(axes)
         mine = torch.cat([of_bias, of_weight]).double()
-        mine = torch.zeros_like(mine) if layer.stand_in else mine * share  # may be nan
-        means = layer.total(mine, f"{layer.name}.backward") / (n.clamp(min=1.0) * (share or 1.0))
+        weigh(mine, share, out=mine)
+        means = layer.total(mine, f"{layer.name}.backward") / n.clamp(min=1.0)
+        means = torch.zeros_like(means) if share is None else means / share
         shift, slope = means.chunk(2)
         gradient = gradient - per_channel(shift, normal) - normal * per_channel(slope, normal)
         scale = scale if weight is None else scale * weight.double()

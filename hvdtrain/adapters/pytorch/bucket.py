@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvdtrain.adapters.pytorch.sums import SIGNALS
+from hvdtrain.adapters.pytorch.weights import Number, weigh
 
 ALIGNMENT = 16  # elements: a cache line of 64 bytes in fp32
 
@@ -58,8 +59,8 @@ class Bucket:
         rows = zip(self.parameters, self.views, strict=True)
         return all(parameter.grad is None or parameter.grad is view for parameter, view in rows)
 
-    def fill(self, index: int, weight: Callable[[], float]) -> None:
-        """Copy the gradient of a parameter, times ``weight``, into the bucket.
+    def fill(self, index: int, weight: Callable[[], Number | None]) -> None:
+        """Copy the gradient of a parameter, times ``weight``, into the bucket; None: a stand-in's.
 
         If it is a sum over the ranks, on all of them, it remains so: the weights sum to 1. (Horovod
         can scale too, but only by the same factor on all ranks.)
@@ -68,27 +69,29 @@ class Bucket:
             self.missing, self.absent = set(range(len(self.parameters))), set()
             self.holders.fill_(1.0)
         gradient, view = self.parameters[index].grad, self.views[index]
-        factor = 0.0 if gradient is None else weight()
+        factor = None if gradient is None else weight()
         self.parameters[index].grad = view
         if gradient is not None:
             gradient = (gradient.to_dense() if gradient.is_sparse else gradient).detach()
         if self.has(index):  # what autograd has produced in addition, in the same pass
-            if gradient is None or factor == 0:
+            if gradient is None or factor is None:
                 return
             if self.handle is None:
-                view.add_(gradient, alpha=factor)
+                more = torch.empty_like(view)
+                weigh(gradient, factor, out=more)
+                view.add_(more)
             else:
                 self.late.append((index, gradient))
             return
         self.missing.discard(index)
-        if gradient is None or factor == 0:  # a stand-in's may be nan: 0 times it would be too
+        if gradient is None or factor is None:
             view.zero_()
             self.absent.add(index)
             self.holders[index : index + 1].zero_()  # assigning a host value would synchronize
         else:
-            torch.mul(gradient, factor, out=view)
+            weigh(gradient, factor, out=view)
 
-    def fill_missing(self, weight: Callable[[], float]) -> None:
+    def fill_missing(self, weight: Callable[[], Number | None]) -> None:
         """Fill what has not come."""
         for index in range(len(self.parameters)):
             if not self.has(index):

@@ -39,6 +39,7 @@ from hvdtrain.adapters.pytorch.sums import (
     check,
     fill,
 )
+from hvdtrain.adapters.pytorch.weights import Number, before_gradient
 from hvdtrain.errors import UsageError
 from hvdtrain.system.runtime.waits import SUM
 
@@ -122,6 +123,7 @@ class Buckets(GradientSums):
         self._others_of = others_of
         self.summing = True  # over the ranks; False: backward passes accumulate locally
         self._running = False  # a backward pass runs
+        self._has_local = False  # gradients of passes within `no_sync`
         self.replaced = False  # by those of another optimizer of the same parameters
         self._handles: list[RemovableHandle] = []
         self._nodes: list[Any] = []  # these references keep them, and the hooks on them, alive
@@ -163,14 +165,11 @@ class Buckets(GradientSums):
                 self._watch(bucket, index, parameter)
 
     def _watch(self, bucket: Bucket, index: int, parameter: torch.nn.Parameter) -> None:
+        handle, node = before_gradient(parameter, functools.partial(self._arriving, bucket, index))
+        after = functools.partial(self._arrived, bucket, index)
         trained = parameter.requires_grad
         parameter.requires_grad_()  # a frozen one, too: it may be trained later
-        node: Any = parameter.expand_as(parameter).grad_fn
-        node = node.next_functions[0][0]
-        before = functools.partial(self._arriving, bucket, index)
-        after = functools.partial(self._arrived, bucket, index)
-        self._handles.append(node.register_prehook(before))
-        self._handles.append(parameter.register_post_accumulate_grad_hook(after))
+        self._handles += [handle, parameter.register_post_accumulate_grad_hook(after)]
         self._nodes.append(node)
         parameter.requires_grad_(trained)
 
@@ -214,9 +213,11 @@ class Buckets(GradientSums):
     def _arriving(self, bucket: Bucket, index: int, _: Any) -> None:
         """Prepare for autograd to add to the gradient of a parameter."""
         if not self.summing:
-            self._summed = False
+            self._summed, self._has_local = False, True
             return
         if not self._running:
+            weight = self.adapter.pass_weight
+            self.accumulation.begin(weight, self._all_parameters(), local=self._has_local)
             self._running = True
             # At the end of the pass, as in DDP and FSDP; there is no public API for it.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -245,8 +246,12 @@ class Buckets(GradientSums):
 
     def _finish(self) -> None:
         """Complete the sums of a backward pass."""
-        self._running = False
+        self._running = self._has_local = False
         self._sum(self.adapter.parts_begun % STEP)
+        self.accumulation.end(self._all_parameters())
+
+    def _all_parameters(self) -> list[torch.nn.Parameter]:
+        return [value for bucket in self.buckets for value in bucket.parameters]
 
     def _sum(self, moment: int) -> None:
         """Sum all gradients as they are over the ranks, times the weights of their parts."""
@@ -269,8 +274,8 @@ class Buckets(GradientSums):
         if late:
             self._sum(STEP)
 
-    def _weight(self) -> float:
-        return self.adapter.part_weight
+    def _weight(self) -> Number | None:
+        return self.adapter.loss_weight
 
     @override
     def begin(self) -> None:
@@ -324,10 +329,25 @@ class BucketStrategy(TorchStrategy):
     def __init__(self, adapter: Rank) -> None:
         super().__init__(adapter)
         self._distributions = 0
+        self._scalars: Sums | None = None  # for the counts of `weight_loss`
 
     @abstractmethod
     def open_sums(self) -> Sums:
         """Return the sums for the buckets of another optimizer; all ranks call it together."""
+
+    @override
+    def start_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if self._scalars is None:
+            self._scalars = self.open_sums()
+        sums = self._scalars
+        handle = sums.start(values, "weight_loss")
+
+        def wait() -> torch.Tensor:
+            with self.adapter.waits.during("weight_loss"):
+                sums.wait(handle)
+            return values
+
+        return wait
 
     @override
     def distribute(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from hvdtrain.adapters.pytorch.sums import (
     ProcessGroupStrategy,
     fill,
     make_dense,
-    weigh,
 )
+from hvdtrain.adapters.pytorch.weights import before_gradient, weigh
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.output import stderr
@@ -95,6 +95,9 @@ class WeightedDdp(DistributedDataParallel, GradientSums):
         self.register_forward_pre_hook(_check_released)
         self.register_forward_hook(_check_first_pass)
         self._running = False  # a backward pass runs
+        self._is_begun = False  # one that may have a weight
+        self._has_local = False  # gradients of passes within `no_sync`
+        self._nodes: list[Any] = []  # these references keep them, and the hooks on them, alive
         self._unsummed: set[int] = set()  # ids of parameters whose gradients DDP has not summed
         self._memory: set[int] = set()  # addresses of the sums
         # Of each optimizer, the number of its parameter groups in step 5.
@@ -102,7 +105,7 @@ class WeightedDdp(DistributedDataParallel, GradientSums):
         trained = [value for value in model.parameters() if value.requires_grad]
         kinds = [((p.dtype, p.device), p.numel() * p.element_size()) for p in trained]
         self._buckets = [Bucket("", [trained[i] for i in group]) for group in buckets(kinds)]
-        watch = _Watch(self)
+        watch = _Watch(self, WeightedDdp.arrived)
         for value in trained:
             value.register_post_accumulate_grad_hook(watch)
         self._is_checked = False
@@ -153,14 +156,32 @@ class WeightedDdp(DistributedDataParallel, GradientSums):
         """Record that autograd has added to the gradient of ``parameter``."""
         self._summed = False
         if not self.require_backward_grad_sync:
+            self._has_local = True
             return
         self._unsummed.add(id(parameter))
         if not self._running:
             self._running = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
+    @override
+    def expect_weights(self) -> None:
+        if not self._nodes:
+            before = _Watch(self, WeightedDdp.arriving)
+            trained = (value for value in self.parameters() if id(value) in self._trained)
+            self._nodes = [before_gradient(value, before) for value in trained]
+
+    def arriving(self, _: Any) -> None:
+        """Begin a backward pass that may have a weight."""
+        if self._is_begun or not self.require_backward_grad_sync:
+            return
+        weight = self.adapter.pass_weight
+        self.accumulation.begin(weight, self.parameters(), local=self._has_local)
+        self._is_begun = True
+
     def _end_pass(self) -> None:
-        self._running = False
+        if not self._is_begun:
+            self.accumulation.begin(None, ())
+        self._running = self._has_local = self._is_begun = False
         # After DDP's own callback, which sets the gradients.
         torch.autograd.Variable._execution_engine.queue_callback(self._sum_rest)
 
@@ -169,6 +190,7 @@ class WeightedDdp(DistributedDataParallel, GradientSums):
         self._summed = not self._unsummed
         if self._unsummed:
             self.synchronize()
+        self.accumulation.end(self.parameters())
 
     @override
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -188,7 +210,7 @@ class WeightedDdp(DistributedDataParallel, GradientSums):
         held = (value is None or _address(value) in self._memory for value in gradients)
         if self._summed and all(held):
             return
-        weight = self.adapter.part_weight
+        weight = self.adapter.loss_weight
         signals = torch.empty(SIGNALS, device=self.adapter.device)
         fill(signals, self.adapter.flags, STEP)
         with self.blocked(SUM):
@@ -211,10 +233,10 @@ class WeightedDdp(DistributedDataParallel, GradientSums):
         self._memory.add(_address(gradients))
         self._unsummed.difference_update(map(id, bucket.parameters()))
         try:
-            weight = self.adapter.part_weight
+            weight = self.adapter.loss_weight
         except UsageError as error:  # raised within the hook, it would lose its type
-            self._trouble, weight = error, 0.0
-        weigh(gradients, weight)
+            self._trouble, weight = error, None
+        weigh(gradients, weight, out=gradients)
         kind = TYPES.get(self.adapter.comm_options.compression, gradients.dtype)
         if not self._sums:
             signals = torch.empty(SIGNALS, device=gradients.device)
@@ -250,12 +272,12 @@ class WeightedDdp(DistributedDataParallel, GradientSums):
 class _Watch:
     """A hook of parameters; weak, so as not to keep a deleted model alive."""
 
-    def __init__(self, model: WeightedDdp) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: WeightedDdp, action: Callable[[WeightedDdp, Any], None]) -> None:
+        self._model, self._action = weakref.ref(model), action
 
-    def __call__(self, parameter: torch.Tensor) -> None:
+    def __call__(self, value: Any) -> None:
         if (model := self._model()) is not None and not model.is_over:
-            model.arrived(parameter)
+            self._action(model, value)
 
 
 def _address(tensor: Any) -> int:

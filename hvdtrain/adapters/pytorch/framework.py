@@ -10,6 +10,7 @@ import json
 import logging
 import operator
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -23,6 +24,7 @@ from hvdtrain.adapters.digests import Groups, compare, digests_of
 from hvdtrain.adapters.framework import Framework, Profiler, Rank, SumOverRanks
 from hvdtrain.adapters.pytorch import batchnorm
 from hvdtrain.adapters.pytorch.loader import TorchShards
+from hvdtrain.adapters.pytorch.weights import LocalPasses, LossWeight, number_of
 from hvdtrain.adapters.state_view import HostCopies, StateView, check_names
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, TRAINING_FILE, Arrays, Checkpoint
@@ -216,6 +218,8 @@ class PyTorchFramework(Framework):
 
     def __init__(self) -> None:
         self._left_out: list[_BatchNorm] = []  # layers whose input is a stand-in
+        # Of optimizers in one process, since `weigh`.
+        self._passes: weakref.WeakKeyDictionary[Any, LocalPasses] = weakref.WeakKeyDictionary()
 
     @override
     def gpus(self) -> int:
@@ -281,9 +285,22 @@ class PyTorchFramework(Framework):
         self._left_out = changed if stand_in else []
 
     @override
+    def weigh(self, adapter: Rank, count: Any, optimizers: Iterable[Any]) -> None:
+        number = number_of(count, adapter.device)
+        adapter.pass_weight = LossWeight(number, lambda total: lambda: total)
+        parameters = {optimizer: parameters_of(optimizer) for optimizer in optimizers}
+        for optimizer in [each for each in parameters if each not in self._passes]:
+            mine = parameters[optimizer]
+            if not self._passes:  # with those of the models that no optimizer has
+                known = {id(value) for values in parameters.values() for value in values}
+                all_of = (value for model in adapter.models for value in model.parameters())
+                mine += [value for value in all_of if id(value) not in known]
+            self._passes[optimizer] = LocalPasses(optimizer, mine, adapter)
+
+    @override
     def synchronize_batchnorm(self, adapter: Rank, task: Any, sum_tensor: SumOverRanks) -> None:
         adapter.models.add(task.model)
-        if batchnorm.convert(task.model, sum_tensor, lambda: adapter.part_weight, adapter.world):
+        if batchnorm.convert(task.model, sum_tensor, lambda: adapter.loss_weight, adapter.world):
             task.collective_passes = True  # the other ranks wait in each BatchNorm layer
 
     @override

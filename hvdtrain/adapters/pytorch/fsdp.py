@@ -39,8 +39,8 @@ from hvdtrain.adapters.pytorch.sums import (
     ProcessGroupStrategy,
     fill,
     make_dense,
-    weigh,
 )
+from hvdtrain.adapters.pytorch.weights import weigh
 from hvdtrain.adapters.state_view import StateView
 from hvdtrain.collectives.torch_distributed import FOREVER
 from hvdtrain.errors import UsageError
@@ -247,10 +247,12 @@ class Communication(GradientSums):
     ) -> Any:
         """Sum the weighted gradients of a unit; each rank receives its rows."""
         if not self._running:
+            weight = self.adapter.pass_weight
+            self.accumulation.begin(weight, self.model.parameters(), local=self._unsummed)
             self._running = True
             # At the end of the pass; there is no public API for it.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
-        weigh(whole, self.adapter.part_weight)
+        weigh(whole, self.adapter.loss_weight, out=whole)
         kind = TYPES.get(self.adapter.comm_options.compression, whole.dtype)
         sent, received = whole.to(kind), part.to(kind)  # no copies if they are of that type
         self._counted["count"] += 1
@@ -269,6 +271,7 @@ class Communication(GradientSums):
     def _end_pass(self) -> None:
         self._running = self._unsummed = False
         self.mark_summed()
+        self.accumulation.end(self.model.parameters())
         self._known = {key: weakref.ref(grad) for key, grad in self._gradients().items()}
 
     @override

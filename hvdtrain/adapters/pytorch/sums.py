@@ -7,16 +7,18 @@ the sum, of which there must be one. The strategies differ in how gradients trav
 
 from __future__ import annotations
 
+import atexit
 import functools
 import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from hvdtrain.adapters.framework import UNKNOWN, Flags, Rank
@@ -27,6 +29,7 @@ from hvdtrain.adapters.pytorch.framework import (
     parameters_of,
     warn_once,
 )
+from hvdtrain.adapters.pytorch.weights import Accumulation, LossWeight, number_of
 from hvdtrain.adapters.strategy import BaseStrategy
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.config.comm_options import NONE
@@ -99,6 +102,7 @@ class GradientSums(ABC):
         """Set the adapter of this rank; no constructor, as ``DistributedDataParallel`` has one."""
         self.adapter = adapter
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, since the last sum
+        self.accumulation = Accumulation()
 
     def begin(self) -> None:
         """Expect a backward pass, or gradients that are assigned: a part or a closure begins."""
@@ -145,18 +149,24 @@ class GradientSums(ABC):
         _, *positional = arguments
         closure, *rest = positional or [named.get("closure")]
         if closure is None:
-            self.synchronize()
-            self._stepped.add(optimizer)
+            self._end_update(optimizer)
             return None
 
         def summed() -> Any:
             self.begin()
             loss = closure()
-            self.synchronize()
-            self._stepped.add(optimizer)
+            self._end_update(optimizer)
             return loss
 
         return (optimizer, summed, *rest), {k: v for k, v in named.items() if k != "closure"}
+
+    def _end_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self.synchronize()
+        self._stepped.add(optimizer)
+        self.accumulation.reset()
+
+    def expect_weights(self) -> None:  # noqa: B027 (most know when a pass begins)
+        """Begin weighted passes before their first gradient; called before each of them."""
 
     @contextmanager
     def blocked(self, call: str) -> Iterator[None]:
@@ -202,6 +212,7 @@ class TorchStrategy(BaseStrategy):
         super().__init__(adapter)
         # Weak, so as not to keep a deleted model or optimizer alive.
         self._references: list[weakref.ref[Any]] = []
+        self._loss_weight: LossWeight | None = None  # the newest; its sum may be under way
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -224,6 +235,32 @@ class TorchStrategy(BaseStrategy):
         self._references = [weakref.ref(known) for known in (*others, sums)]
         if self.adapter.read_flags is None:
             self.adapter.read_flags = lambda: UNKNOWN
+
+    @abstractmethod
+    def start_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to sum ``values`` over all ranks, which call it in the same order.
+
+        Returns:
+            The function that waits for the sum; at most one may be under way.
+        """
+
+    @override
+    def weigh(self, count: Any, optimizers: Iterable[Any]) -> None:
+        if self.adapter.world.size == 1:
+            super().weigh(count, optimizers)
+            return
+        number = number_of(count, self.adapter.device)
+        self._complete_count()
+        self.adapter.pass_weight = self._loss_weight = LossWeight(number, self.start_sum)
+        for sums in self.gradient_sums:
+            sums.expect_weights()
+
+    def _complete_count(self) -> None:
+        """Wait for the sum of the last count, also if no pass has used it."""
+        if self._loss_weight:
+            _ = self._loss_weight.total
+        else:
+            atexit.register(self._complete_count)  # MPI would fail to end
 
     @property
     @override
@@ -275,6 +312,24 @@ class ProcessGroupStrategy(TorchStrategy):
             )
         return TorchDistributed(gpu=bool(backend))
 
+    @override
+    def start_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        work = dist.all_reduce(values, group=self._scalars, async_op=True)
+
+        def wait() -> torch.Tensor:
+            with self.adapter.waits.during("weight_loss"):
+                work.wait()
+            return values
+
+        return wait
+
+    @functools.cached_property
+    def _scalars(self) -> Any:
+        """The process group of ``start_sum``; a gradient's sum of another rank is not mistaken."""
+        from hvdtrain.collectives.torch_distributed import FOREVER
+
+        return dist.new_group(timeout=FOREVER)
+
 
 def once_per_step(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``hook``, of an optimizer's step, which is not called again for a step within it.
@@ -299,11 +354,3 @@ def make_dense(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
             layer.sparse = False
-
-
-def weigh(gradients: torch.Tensor, weight: float) -> None:
-    """Multiply ``gradients`` in place by ``weight``, the part's share of the global batch."""
-    if weight:
-        gradients.mul_(weight)
-    else:  # the mean over no samples is nan: 0 times it would be too
-        gradients.zero_()

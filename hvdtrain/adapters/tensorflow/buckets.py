@@ -113,7 +113,7 @@ class Buckets(GradientReduction):
                 any gradient by zeros: the mean over no samples is not a number.
         """
         if weight is None:
-            _ = self.adapter().part_weight  # raises if it is unknown
+            _ = self.adapter().loss_weight  # raises if it is unknown
             weight = None if self._weighted else self.weight
             self._weighted = False
         # A traced function, which runs this code only once, counts its sums itself.
@@ -273,7 +273,7 @@ class BucketStrategy(BaseStrategy):
             buckets = self._first.another(f"gradients.{number}" if number else "gradients", kind)
         self._buckets[number] = buckets
         if adapter.shards is None:  # without shards all ranks weigh the same
-            buckets.weight.assign(adapter.part_weight)
+            buckets.weight.assign(adapter.loss_weight)
         distribute(optimizer, buckets)
         return model, optimizer
 

@@ -1,0 +1,234 @@
+"""On every rank, for test_weights.py: losses that are means over something else than samples.
+
+    weights.py STRATEGY
+
+Each is compared with a plain loop of one process, in float64, which divides the sum of the losses
+of an update by the sum of the counts. With 21 samples in global batches of five, parts are uneven,
+and at the tail some are empty.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hvdtrain import adapter
+from hvdtrain.errors import UsageError
+from hvdtrain.steps.sharding import Part, Shards
+
+torch.set_default_dtype(torch.float64)
+hvd: Any = adapter("pytorch", sys.argv[1])
+world = hvd.initialize()
+hvd.pin_device()
+
+SAMPLES, BATCH, CLASSES = 21, 5, 3
+draw = torch.Generator().manual_seed(3)
+TOKENS = torch.randn(SAMPLES, 7, 6, generator=draw)  # sequences of vectors, or rows of pixels
+WORDS = torch.randint(CLASSES, (SAMPLES, 7), generator=draw)
+PADDING = torch.rand(SAMPLES, 7, generator=draw) < torch.rand(SAMPLES, 1, generator=draw)
+WORDS[PADDING] = -100
+WORDS[Shards(SAMPLES, BATCH).batch_sampler(1)[2]] = -100  # no word in a whole global batch
+CLASS = torch.randint(CLASSES, (SAMPLES,), generator=draw)
+RARE = torch.tensor([0.2, 1.0, 3.5])
+BOXES = torch.randint(0, 5, (SAMPLES,), generator=draw)  # their numbers; many have none
+
+Term = tuple[torch.Tensor, torch.Tensor]  # the sum of the losses, and what to divide it by
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def words(model: nn.Module, at: torch.Tensor) -> Term:
+    """The cross-entropy of the words that are no padding, as nn.CrossEntropyLoss has it."""
+    output = model(TOKENS[at]).flatten(0, 1)
+    return F.cross_entropy(output, WORDS[at].flatten(), reduction="sum"), (WORDS[at] >= 0).sum()
+
+
+def classes(model: nn.Module, at: torch.Tensor) -> Term:
+    """That of classes with weights, which nn.CrossEntropyLoss(weight) divides by their sum."""
+    output = model(TOKENS[at]).mean(1)
+    loss = F.cross_entropy(output, CLASS[at], RARE, reduction="sum")
+    return loss, RARE[CLASS[at]].sum()
+
+
+def pixels(model: nn.Module, at: torch.Tensor) -> Term:
+    """The squared error of valid pixels of a segmentation."""
+    valid = ~PADDING[at]
+    error = (model(TOKENS[at])[..., 0] - TOKENS[at, :, 0].sin()).square()
+    return (error * valid).sum(), valid.sum()
+
+
+def boxes(model: nn.Module, at: torch.Tensor) -> Term:
+    """The distance of boxes, of which images have none, one, or several."""
+    output = model(TOKENS[at]).mean(1).abs().sum(1)
+    return (output * BOXES[at]).sum(), BOXES[at].sum()
+
+
+LOSSES: dict[str, Callable[[nn.Module, torch.Tensor], Term]] = {
+    "words": words,
+    "classes": classes,
+    "pixels": pixels,
+    "boxes": boxes,
+}
+
+
+def updates(shards: Shards, passes: int) -> Iterator[list[tuple[Part, bool]]]:
+    """Yield the parts of each update, ``passes`` at most; the last may have fewer."""
+    for epoch in range(2):
+        parts: list[Any] = list(shards.parts(epoch))
+        for start in range(0, len(parts), passes):
+            yield parts[start : start + passes]
+
+
+def plain(loss: Callable[..., Term], passes: int, clip: float) -> dict[str, torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for parts in updates(Shards(SAMPLES, BATCH), passes):
+        optimizer.zero_grad()
+        terms = [loss(model, torch.from_numpy(part.indices)) for part in parts]
+        count = sum(count for _, count in terms)
+        (sum(total for total, _ in terms) / max(count, 1e-300)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def weighted(loss: Callable[..., Term], passes: int, clip: float, clear: Any) -> dict[str, Any]:
+    shards = hvd.shard_data(SAMPLES, global_batch=BATCH)
+    model = net()
+    model, optimizer = hvd.distribute_optimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    )
+    hvd.broadcast_state(model, optimizer)
+    for parts in updates(shards, passes):
+        clear(model, optimizer)
+        for part in parts:
+            with shards.step(part):
+                total, count = loss(model, torch.from_numpy(part.indices))
+                hvd.weight_loss(count)
+                (total / count).backward()  # nan over nothing
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    hvd.check_replicas(model, optimizer)
+    return dict(hvd.export_state(model, None).model)
+
+
+def difference(mine: dict[str, Any], theirs: dict[str, torch.Tensor]) -> float:
+    return max(float((torch.as_tensor(mine[name]) - theirs[name]).abs().max()) for name in theirs)
+
+
+CLEARS: dict[str, Any] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+}
+
+
+def check_equality() -> None:
+    worst = 0.0
+    for name, loss in LOSSES.items():
+        for passes, clip, clear in ((1, 0.0, "optimizer"), (2, 0.1, "model"), (3, 0.5, "to zero")):
+            theirs = plain(loss, passes, clip)
+            distance = difference(weighted(loss, passes, clip, CLEARS[clear]), theirs)
+            assert distance < 1e-9, (name, passes, clip, clear, distance)
+            worst = max(worst, distance)
+    if world.is_writer:
+        print(f"largest difference from one process: {worst:.1e}")
+
+
+def refused(action: Callable[[], Any], reason: str) -> None:
+    try:
+        action()
+    except UsageError as error:
+        assert reason in str(error), error
+    else:
+        raise AssertionError(f"not refused: {reason}")
+
+
+def trained() -> tuple[Shards, Any, Callable[[], None]]:
+    """Return the shards, the optimizer, and a function that makes a backward pass."""
+    shards = hvd.shard_data(SAMPLES, global_batch=4 * world.size)
+    model = net()
+    model, optimizer = hvd.distribute_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    return shards, optimizer, lambda: model(TOKENS[:2]).mean().backward()
+
+
+def check_misuse() -> None:
+    shards, optimizer, backward = trained()
+    with shards.step(next(shards.parts(0))):
+        for count in (-1, float("inf"), float("nan"), torch.ones(2), "many"):
+            refused(lambda count=count: hvd.weight_loss(count), "must be a number")
+        hvd.weight_loss(3)
+        refused(hvd.no_sync, "cannot be combined with no_sync")
+        backward()
+        refused(backward, "weighs one backward pass")
+    shards, optimizer, backward = trained()
+    with shards.step(next(shards.parts(0))):
+        hvd.weight_loss(3)
+        backward()
+        optimizer.step()
+    with shards.step(next(shards.parts(0))):  # an unweighted update after a weighted one
+        optimizer.zero_grad()
+        backward()
+        hvd.weight_loss(3)
+        refused(backward, "weighted and unweighted")
+    shards, optimizer, backward = trained()
+    with shards.step(next(shards.parts(0))):
+        hvd.weight_loss(3)
+        backward()
+    with shards.step(next(shards.parts(0))):
+        refused(backward, "weighted and unweighted")
+    if world.size > 1:
+        shards, optimizer, backward = trained()
+        with shards.step(next(shards.parts(0))):
+            with hvd.no_sync():
+                backward()
+            hvd.weight_loss(3)
+            refused(backward, "weighted and unweighted")
+
+
+def check_total() -> None:
+    """Several denominators in one loss: each term is divided by its own."""
+    shards = hvd.shard_data(SAMPLES, global_batch=BATCH)
+    model, theirs = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.3)
+    model, optimizer = hvd.distribute_optimizer(model, optimizer)
+    for part, whole in zip(shards.parts(0), Shards(SAMPLES, BATCH).parts(0), strict=True):
+        optimizer.zero_grad()
+        with shards.step(part):
+            (mlm, n), (nsp, m) = (
+                each(model, torch.from_numpy(part.indices)) for each in (words, classes)
+            )
+            total = hvd.total(tokens=n, weights=m, passes=1)
+            hvd.weight_loss(1)
+            loss = mlm / total["tokens"] + nsp / total["weights"]
+            (total["passes"] * loss).backward()
+            optimizer.step()
+        reference.zero_grad()
+        (mlm, n), (nsp, m) = (
+            each(theirs, torch.from_numpy(whole.indices)) for each in (words, classes)
+        )
+        assert total == {
+            "tokens": float(n),
+            "weights": total["weights"],
+            "passes": min(world.size, whole.count),
+        }
+        (mlm / n + nsp / m).backward()
+        reference.step()
+    exported = hvd.export_state(model, None).model
+    assert difference(exported, theirs.state_dict()) < 1e-9
+
+
+check_equality()
+check_total()
+check_misuse()
