@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -80,6 +80,15 @@ class BaseStrategy(ABC):
     def sum_tensor(self, values: Any, name: str) -> Any:
         """Return the sum of ``values`` over all ranks, not differentiable."""
         return self.adapter.communicator.sum_tensor(values, name)
+
+    def start_sum(self, values: Any) -> Callable[[], Any]:
+        """Start to sum ``values`` over all ranks, which call it in the same order.
+
+        Returns:
+            The function that waits for the sum; at most one may be under way.
+        """
+        total = self.sum_tensor(values, "weights")
+        return lambda: total
 
     def start_timeline(self, file: str) -> None:
         """Start recording Horovod's activity in ``file``, on rank 0; all ranks must call it."""

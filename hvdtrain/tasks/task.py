@@ -18,7 +18,8 @@ from hvdtrain.tasks.dataset import Batch, Dataset
 from hvdtrain.tasks.metrics import Accuracy, Consumer, Metric, ReadOutput
 
 Losses = Callable[[Any, Any], Any]
-"""(output, y) -> the loss of each sample, shape (n,)."""
+"""(output, y) -> the loss of each sample, shape (n,), or two such tensors: sums of losses, and of
+their weights or number, e.g. of its tokens. The loss of a batch is then their quotient."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,10 @@ class Task(ABC):
             channel: in PyTorch a tensor of shape (channels, 1, 1). None: integers of 32 and 64
             bits, such as token ids, stay as they are, and other samples become floats.
         losses: function of the network's output and ``y`` that returns the loss of each sample,
-            shape (n,); TensorFlow traces it. Default: the framework's ``cross_entropy``.
+            shape (n,); TensorFlow traces it. Or ``(losses, weights)``, both of this shape, for a
+            loss that is a mean over something else than samples: the sum of the losses of all
+            samples of a global batch, or of the test set, is divided by that of their weights.
+            Default: the framework's ``cross_entropy``.
         metrics: metrics of an evaluation, in addition to the loss; the first determines the best
             checkpoint. Default: accuracy with the default ``losses``, otherwise none.
         columns: columns of the file of ``--predict``; default: class and probability.
@@ -75,6 +79,10 @@ class Task(ABC):
             are left out of the running statistics.
         no_sync: context in which a backward pass of PyTorch accumulates gradients locally; the
             next one outside of it sums them over the ranks.
+        start_sum: function that starts to sum a tensor over the ranks, and returns one that
+            returns the sum.
+        batch_weight: sum of the weights of the last ``update``'s batch, a scalar tensor; None: each
+            sample weighs 1.
         sum_shards: function that sums a tensor of results for this process's shard of parameters
             or gradients; if they are not sharded, it returns the tensor.
         share_weights: function that sends the weights that only this process has updated to the
@@ -91,6 +99,8 @@ class Task(ABC):
     collective_passes = False
     leave_out: Callable[[bool], None] = staticmethod(lambda stand_in: None)
     no_sync: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    start_sum: Callable[[Any], Callable[[], Any]] = staticmethod(lambda values: lambda: values)
+    batch_weight: Any = None
     sum_shards: Callable[[Any], Any] = staticmethod(lambda values: values)
     share_weights: Callable[[], None] = staticmethod(lambda: None)
     not_finite: NotFinite | None = None
@@ -143,7 +153,8 @@ class Task(ABC):
             seed: seed of the dropout in this step.
 
         Returns:
-            The mean loss over the batch, a scalar tensor (0 for a stand-in), asynchronous.
+            The mean loss over the batch, a scalar tensor (0 for a stand-in), asynchronous; see also
+            ``batch_weight``.
 
         If the gradients are not finite, ``not_finite`` is set on every rank, and no rank has
         changed its weights or running statistics. (Loss scaling, of fp16, instead skips such steps
@@ -159,12 +170,12 @@ class Task(ABC):
         """Return the network's output in training, in the precision of the weights."""
 
     @abstractmethod
-    def _checked(self, losses: Any, y: Any) -> Any:
-        """Return ``losses``; raise ``UsageError`` if they are not one per sample of ``y``."""
+    def _check(self, losses: Any, y: Any) -> None:
+        """Raise ``UsageError`` if ``losses`` are not one per sample of ``y``."""
 
     @abstractmethod
-    def _evaluated(self, batch: Batch) -> tuple[float, ReadOutput]:
-        """Return the sum of the losses of a batch, and what returns its output and labels."""
+    def _evaluated(self, batch: Batch) -> tuple[float, float, ReadOutput]:
+        """Return the sums of the losses and weights of a batch, and its ``ReadOutput``."""
 
     @abstractmethod
     def _set_weights(self, values: list[Any] | None = None) -> list[Any]:
@@ -211,29 +222,41 @@ class Task(ABC):
         first = next(iter(self.metrics), None)
         return (first.names[0], first.higher_is_better) if first else ("loss", False)
 
-    def _forward(self, batch: Batch) -> Any:
-        """Make the forward pass of a training batch; return the loss of each sample.
+    def _losses(self, losses: Losses, output: Any, y: Any) -> tuple[Any, Any]:
+        """Return loss and weight of each sample; None: each weighs 1."""
+        result = losses(output, y)
+        each, weights = result if isinstance(result, tuple) else (result, None)
+        self._check(each, y)
+        if weights is not None:
+            self._check(weights, y)
+        return each, weights
 
-        That of a mixture of two samples is linear in their labels.
+    def _forward(self, batch: Batch) -> tuple[Any, Any]:
+        """Make the forward pass of a training batch; return as ``_losses`` does.
+
+        Those of a mixture of two samples are linear in their labels.
         """
         x = self._input(batch.x)
         if batch.boxes is not None:
             x = self._erased(x, batch.boxes)
         losses = self._training_losses
         if batch.shares is None:
-            return self._checked(losses(self._output(x), batch.y), batch.y)
+            return self._losses(losses, self._output(x), batch.y)
         output = self._output(self._mixed(x[:-1], x[1:], batch.shares))
-        first, second = (self._checked(losses(output, y), y) for y in (batch.y[:-1], batch.y[1:]))
-        return self._mixed(first, second, batch.shares)
+        first, weights = self._losses(losses, output, batch.y[:-1])
+        second, others = self._losses(losses, output, batch.y[1:])
+        if weights is not None:
+            weights = self._mixed(weights, others, batch.shares)
+        return self._mixed(first, second, batch.shares), weights
 
-    def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> float:
-        """Update ``metrics`` with the batch; return the sum of its losses."""
-        loss, read = self._evaluated(batch)
+    def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> tuple[float, float]:
+        """Update ``metrics`` with the batch; return the sums of its losses and their weights."""
+        loss, weight, read = self._evaluated(batch)
         if metrics:  # the output may be large
             output, labels = read()
             for metric in metrics:
                 metric.update(Batch(batch.x, labels), output)
-        return loss
+        return loss, weight
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

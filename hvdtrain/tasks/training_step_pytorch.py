@@ -115,6 +115,7 @@ class TorchTask(Task):
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self._copy = accelerator.Copies(self.device)
         self._guard: Guard | None = None
+        self._weights: Callable[[], torch.Tensor] | None = None  # returns the sums of an update
 
     @override
     def _input(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -139,13 +140,14 @@ class TorchTask(Task):
             group["lr"] = learning_rate
             for parameter in group["params"]:
                 parameter.grad = None  # zero_grad() takes as long as a small net's forward pass
+        self.batch_weight = self._weights = None
         *pieces, last = self._pieces(batch)
         losses = []
         for piece in pieces:
             with self.no_sync():
                 losses.append(self._backward(piece, batch.count))
-        losses.append(self._backward(last, batch.count))
-        loss = sum(losses[1:], losses[0])
+        losses.append(self._backward(last, batch.count, is_last=True))
+        loss = self._weighted(sum(losses[1:], losses[0]), batch.count)
         self.not_finite = None
         if deferred:
             self._guard.defer()
@@ -214,14 +216,42 @@ class TorchTask(Task):
         cuts = (bounds(batch.count, index, number) for index in range(number))
         return [batch[slice(*cut)] for cut in cuts] if number > 1 else [batch]
 
-    def _backward(self, piece: Batch, count: int) -> torch.Tensor:
+    def _add_weights(self, weights: torch.Tensor, piece: Batch, count: int, last: bool) -> None:
+        """Add the weights of a piece; with the last one start their sum over the ranks."""
+        mine = weights.detach().sum(dtype=torch.float64)
+        mine = mine * 0 if piece.stand_in else mine
+        self.batch_weight = mine if self.batch_weight is None else self.batch_weight + mine
+        if last:
+            samples = torch.full_like(mine, count)
+            self._weights = self.start_sum(torch.stack([self.batch_weight, samples]))
+
+    @torch.no_grad()
+    def _weighted(self, loss: torch.Tensor, count: int) -> torch.Tensor:
+        """Divide by the sum of the weights, in place of the number of samples.
+
+        Args:
+            loss: sum of the losses of this rank's samples, divided by their number.
+            count: that number.
+        """
+        if self._weights is None:
+            return loss
+        assert self.batch_weight is not None and self._guard is not None
+        total, samples = self._weights()
+        gradients = [values(p.grad) for p in self._guard.parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, torch.where(total == 0, 0.0, samples / total))
+        share = torch.where(self.batch_weight == 0, 0.0, count / self.batch_weight)
+        return loss * share.to(self.dtype)
+
+    def _backward(self, piece: Batch, count: int, *, is_last: bool = False) -> torch.Tensor:
         """Add the gradients of ``piece`` of a batch of ``count``; return its share of the loss.
 
         A stand-in adds nothing: to the others' gradients here, or on a rank that has no samples,
         whose gradients weigh 0.
         """
         self.leave_out(piece.stand_in)
-        losses = self._forward(piece)
+        losses, weights = self._forward(piece)
+        if weights is not None:
+            self._add_weights(weights, piece, count, is_last)
         loss = losses.detach().sum() / max(1, count)
         # A loss that is not finite makes the gradients so, which inform all ranks.
         factor = self.scaler.scale(torch.addcmul(self._one, self._zero, loss)) / max(1, count)
@@ -243,13 +273,12 @@ class TorchTask(Task):
         return output.to(self.dtype)
 
     @override
-    def _checked(self, losses: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _check(self, losses: torch.Tensor, y: torch.Tensor) -> None:
         if losses.shape != y.shape[:1]:
             raise UsageError(
                 f"the losses of {len(y)} samples have the shape {tuple(losses.shape)}: a task "
                 "must return one per sample"
             )
-        return losses
 
     def _describe(self, batch: Batch, loss: torch.Tensor, seed: int) -> NotFinite:
         """Return which gradient of ``batch`` is not finite; all ranks call it."""
@@ -269,7 +298,7 @@ class TorchTask(Task):
             return ""
         self._seed(seed)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        loss = self._forward(batch).sum() / batch.count
+        loss = self._forward(batch)[0].sum() / batch.count
         gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
         for (name, _), gradient in zip(named, gradients, strict=True):
             if gradient is not None and not gradient.isfinite().all():
@@ -278,12 +307,14 @@ class TorchTask(Task):
 
     @torch.no_grad()
     @override
-    def _evaluated(self, batch: Batch) -> tuple[float, ReadOutput]:
+    def _evaluated(self, batch: Batch) -> tuple[float, float, ReadOutput]:
         self.model.eval()
         y = self._copy(batch.y)
         output = self.model(self._input(self._copy(batch.x))).to(self.dtype)
-        loss = float(self._checked(self.losses(output, y), y).double().sum())
-        return loss, lambda: (output.double().cpu().numpy(), y.cpu().numpy())
+        losses, weights = self._losses(self.losses, output, y)
+        weight = float(len(y) if weights is None else weights.double().sum())
+        read = lambda: (output.double().cpu().numpy(), y.cpu().numpy())  # noqa: E731
+        return float(losses.double().sum()), weight, read
 
     @torch.no_grad()
     @override

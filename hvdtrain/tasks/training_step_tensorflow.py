@@ -93,6 +93,7 @@ class TFTask(Task):
         self._seeds = [
             layer.seed_generator.state for layer in layers if hasattr(layer, "seed_generator")
         ]
+        self._is_weighted = False  # its losses have weights: known when the step is traced
         self._step: Any = None
         self._evaluate: Any = None
 
@@ -113,7 +114,8 @@ class TFTask(Task):
             self._step = _traced(self._traced_step, arguments)
         with _label_errors():
             stand_in = np.asarray(batch.stand_in)
-            loss, bad, local = self._step(tensors, rate, np.int64(seed), stand_in)
+            loss, weight, bad, local = self._step(tensors, rate, np.int64(seed), stand_in)
+        self.batch_weight = weight if self._is_weighted else None
         self.not_finite = None
         if bad >= 0:
             name = self.model.trainable_variables[bad].path
@@ -155,7 +157,7 @@ class TFTask(Task):
         variables = self.model.trainable_variables
         others = [v for v in self.model.non_trainable_variables if v.value.dtype.is_floating]
         before = [tf.identity(v.value) for v in others]  # e.g. running statistics
-        loss, gradients = self._accumulated(Batch(**tensors), stand_in)
+        loss, weight, gradients = self._accumulated(Batch(**tensors), stand_in)
         bad, local = self._apply(gradients, variables, learning_rate)
 
         def restore() -> Any:
@@ -166,50 +168,76 @@ class TFTask(Task):
 
         # A loss scaler does not say whether it has skipped the update.
         tf.cond((bad < 0) & (not self._scales_loss), lambda: tf.constant(False), restore)
-        return loss, bad, local
+        return loss, weight, bad, local
 
-    def _accumulated(self, batch: Batch, stand_in: Any) -> tuple[Any, list[Any]]:
-        """Return mean loss and gradients of a batch, in ``--accumulate-steps`` passes."""
+    def _accumulated(self, batch: Batch, stand_in: Any) -> tuple[Any, Any, list[Any]]:
+        """Return mean loss, weight and gradients of a batch, in ``--accumulate-steps`` passes."""
         count = tf.shape(batch.y if batch.shares is None else batch.shares)[0]
         count = tf.where(stand_in, 0, count)
         number = self.options.accumulate_steps
         if number == 1:
-            return self._backward(batch, count, stand_in)
+            return self._weighted(*self._backward(batch, count, stand_in), count)
 
-        def add(index: Any, loss: Any, sums: list[Any]) -> Any:
+        def add(index: Any, loss: Any, weight: Any, sums: list[Any]) -> Any:
             low, high = index * count // number, (index + 1) * count // number
             piece = batch[low : tf.maximum(high, low + 1)]
-            chunk_loss, gradients = self._backward(piece, count, low == high)
+            piece_loss, piece_weight, gradients = self._backward(piece, count, low == high)
             return (
                 index + 1,
-                loss + chunk_loss,
+                loss + piece_loss,
+                weight + piece_weight,
                 [a + b for a, b in zip(sums, gradients, strict=True)],
             )
 
         zeros = [tf.zeros_like(variable.value) for variable in self.model.trainable_variables]
-        begin = (0, tf.zeros((), self.dtype), zeros)
+        begin = (0, tf.zeros((), self.dtype), tf.zeros((), tf.float64), zeros)
         # Sequentially, so that memory is needed for only one piece.
-        _, loss, gradients = tf.while_loop(
+        _, loss, weight, gradients = tf.while_loop(
             lambda index, *_: index < number, add, begin, parallel_iterations=1
         )
-        return loss, gradients
+        return self._weighted(loss, weight, gradients, count)
 
-    def _backward(self, piece: Batch, count: Any, stand_in: Any) -> tuple[Any, list[Any]]:
-        """Return loss and gradients of a piece, as its share in the mean over ``count`` samples.
+    def _weighted(self, loss: Any, weight: Any, gradients: list[Any], count: Any) -> Any:
+        """Divide by the sum of the weights, in place of the number of samples, if there are any.
+
+        Args:
+            loss: sum of the losses of this rank's samples, divided by their number.
+            weight: sum of their weights.
+            gradients: those of ``loss``; 16-bit sums over the ranks are of them.
+            count: number of the samples.
+
+        Returns:
+            The loss, weight, and gradients to average over the samples of all ranks.
+        """
+        if not self._is_weighted:
+            return loss, weight, gradients
+        mine = tf.cast(count, tf.float64)
+        total, samples = tf.unstack(self.start_sum(tf.stack([weight, mine]))())
+        factor = tf.math.divide_no_nan(samples, total)
+        loss *= tf.cast(tf.math.divide_no_nan(mine, weight), self.dtype)
+        return loss, weight, [each * tf.cast(factor, each.dtype) for each in gradients]
+
+    def _backward(self, piece: Batch, count: Any, stand_in: Any) -> tuple[Any, Any, list[Any]]:
+        """Return loss, weight and gradients of a piece: its share of a mean over ``count`` samples.
 
         Those of a stand-in are 0.
         """
         variables = self.model.trainable_variables
         self.leave_out(stand_in)
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(self._forward(piece)) / tf.cast(tf.maximum(count, 1), self.dtype)
+            losses, weights = self._forward(piece)
+            loss = tf.reduce_sum(losses) / tf.cast(tf.maximum(count, 1), self.dtype)
             loss = tf.where(stand_in, tf.zeros_like(loss), loss)
             # A loss that is not finite makes the gradients so, which inform all ranks.
             factor = tf.where(tf.math.is_finite(loss), 1.0, np.nan)
             scaled = self.optimizer.scale_loss(loss * tf.cast(factor, loss.dtype))
         gradients = tape.gradient(scaled, [variable.value for variable in variables])
         self.leave_out(False)
-        return loss, gradients
+        self._is_weighted = weights is not None
+        weight = tf.zeros((), tf.float64)
+        if weights is not None:
+            weight = tf.where(stand_in, weight, tf.reduce_sum(tf.cast(weights, tf.float64)))
+        return loss, weight, gradients
 
     @override
     def _output(self, x: Any) -> Any:
@@ -255,25 +283,26 @@ class TFTask(Task):
         return before
 
     @override
-    def _evaluated(self, batch: Batch) -> tuple[float, ReadOutput]:
+    def _evaluated(self, batch: Batch) -> tuple[float, float, ReadOutput]:
         if self._evaluate is None:
             self._evaluate = _traced(self._traced_evaluate, _any_number((batch.x, batch.y)))
         with _label_errors():
-            loss, output = self._evaluate(batch.x, batch.y)
-        return float(loss), lambda: (output.numpy(), batch.y.numpy())
+            loss, weight, output = self._evaluate(batch.x, batch.y)
+        return float(loss), float(weight), lambda: (output.numpy(), batch.y.numpy())
 
-    def _traced_evaluate(self, pixels: Any, labels: Any) -> tuple[Any, Any]:
+    def _traced_evaluate(self, pixels: Any, labels: Any) -> tuple[Any, Any, Any]:
         output = tf.cast(self.model(self._input(pixels), training=False), self.dtype)
-        losses = tf.cast(self._checked(self.losses(output, labels), labels), tf.float64)
-        return tf.reduce_sum(losses), tf.cast(output, tf.float64)
+        losses, weights = self._losses(self.losses, output, labels)
+        weights = tf.ones_like(losses) if weights is None else weights
+        loss, weight = (tf.reduce_sum(tf.cast(each, tf.float64)) for each in (losses, weights))
+        return loss, weight, tf.cast(output, tf.float64)
 
     @override
-    def _checked(self, losses: Any, y: Any) -> Any:
+    def _check(self, losses: Any, y: Any) -> None:
         if losses.shape.rank != 1:
             raise UsageError(
                 f"the losses have the shape {losses.shape}: a task must return one per sample"
             )
-        return losses
 
     @override
     def parameter_norm(self) -> float:

@@ -34,7 +34,7 @@ class TrainState:
     position: Position = field(default_factory=Position)  # of the next global batch
     samples: int = 0  # number trained on since the start, over all ranks
     loss_sum: float = 0.0  # sum of the losses of this epoch's samples, of this rank
-    loss_count: int = 0  # number of samples in ``loss_sum``
+    loss_count: float = 0  # sum of the weights of these losses; of each sample 1 by default
     # On the test set after ``step``; None: not evaluated.
     metrics: dict[str, int | float] | None = None
     skipped: int = 0  # number of updates skipped since the start: gradients were not finite
@@ -184,11 +184,10 @@ class CheckpointManager:
             return
         began = time.monotonic()
         self.adapter.communicator.on_root(self._check_lock)
-        means, count = self.adapter.average_metrics(now.loss_count, loss=now.loss_sum)
+        sums = self.adapter.total(loss_sum=now.loss_sum, loss_count=now.loss_count)
         state = {
             **asdict(replace(now, loss_scale=self.task.loss_scale)),
-            "loss_sum": means["loss"] * count if count else 0.0,
-            "loss_count": count,
+            **sums,
             "stopped": stopped,  # for a chain of jobs
             "best": self.task.best,
             "origin": {**self.origin, "decoder": self.task.decoder},

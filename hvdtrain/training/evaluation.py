@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -72,13 +73,14 @@ def evaluate(
     assert test is not None
     passes = world.size * task.options.accumulate_steps
     batch = max(1, EVALUATION_BATCH * global_batch // passes)
-    loss, count = 0.0, 0
+    loss, weight, count = 0.0, 0.0, 0
     alike = adapter.strategy.evaluates_together
     parts = evaluation_parts(test.samples, batch, world.rank, world.size, alike=alike)
     moved(0, test.samples)
     with task.averaged_weights(), adapter.averaged_buffers(task.model):
         for loaded in test.evaluation(parts):
-            loss += task.evaluate(loaded, [*metrics, *also])
+            losses, weights = task.evaluate(loaded, [*metrics, *also])
+            loss, weight = loss + losses, weight + weights
             count += loaded.count
             moved(min(test.samples, count * world.size), test.samples)
             stopped = float(stops())
@@ -87,9 +89,11 @@ def evaluate(
             if stopped:
                 break
     release_freed_memory()
-    means, seen = adapter.average_metrics(count, loss=loss)
+    sums = adapter.total(samples=count, loss=loss, weight=weight)
+    seen = round(sums["samples"])
     if seen < test.samples:
         return None
+    means = {"loss": sums["loss"] / sums["weight"] if sums["weight"] else math.nan}
     for metric in metrics:
         metric.gather(adapter.communicator)
         means |= {name: _number(name, value) for name, value in metric.result().items()}

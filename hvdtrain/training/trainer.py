@@ -158,6 +158,7 @@ def _build(
     strategy = adapter.strategy
     task.collective_passes, task.leave_out = strategy.collective_passes, adapter.leave_out
     task.no_sync, task.sum_shards = strategy.no_sync, strategy.sum_shards
+    task.start_sum = strategy.start_sum
     task.share_weights = strategy.share_weights
     if options.sync_batchnorm:
         strategy.synchronize_batchnorm(task)

@@ -30,8 +30,9 @@ class Updates:
     def __init__(self, session: Session, now: TrainState) -> None:
         self.now, self._mode = now, session.options.on_nan
         self._adapter, self._task = adapter, task = session.adapter, session.task
-        self._unread: list[tuple[Part, Any]] = []
-        self._sum, self._count = 0.0, 0  # losses since the last log line
+        self._unread: list[tuple[Part, Any, Any]] = []  # with loss and weight
+        self._sum: float = 0  # of losses since the last log line
+        self._weight: float = 0  # of these
         self._consecutive = 0  # number of updates skipped without one made since
         self._may_defer = task.may_defer = task.may_defer or adapter.has_gpu
 
@@ -41,7 +42,7 @@ class Updates:
         self._task.may_defer = self._may_defer
         self.now.step += 1
         self.now.samples += part.global_count
-        self._unread.append((part, loss))
+        self._unread.append((part, loss, self._task.batch_weight))
         self._move_behind(part)
 
     def skip(self, part: Part, reason: NotFinite, show: Callable[[str], None]) -> None:
@@ -95,8 +96,8 @@ class Updates:
         now, unread, self._unread = self.now, self._unread, []
         skipped = self._task.skipped_updates() if self._task.deferred else 0
         counted = unread[: len(unread) - skipped]
-        values = self._task.loss_values([loss for _, loss in counted])
-        for number, ((part, _), value) in enumerate(zip(counted, values, strict=True), 1):
+        values = self._task.loss_values([loss for _, loss, _ in counted])
+        for number, ((part, _, weight), value) in enumerate(zip(counted, values, strict=True), 1):
             if not math.isfinite(value):
                 if self._task.loss_scale:
                     continue
@@ -105,12 +106,13 @@ class Updates:
                     f"the loss is {value} at step {step} (epoch {part.start.epoch + 1}): lower "
                     "--lr, or check the data of this rank. Checkpoints on disk are of earlier steps"
                 )
-            now.loss_sum += value * part.count
-            now.loss_count += part.count
-            self._sum += value * part.count
-            self._count += part.count
+            weight = part.count if weight is None else float(weight)
+            now.loss_sum += value * weight
+            now.loss_count += weight
+            self._sum += value * weight
+            self._weight += weight
         if skipped:
-            self._go_back([part for part, _ in unread[len(counted) :]])
+            self._go_back([part for part, _, _ in unread[len(counted) :]])
         return not skipped
 
     def _go_back(self, parts: list[Part]) -> None:
@@ -139,13 +141,13 @@ class Updates:
         All ranks must call it.
         """
         means, _ = self._adapter.average_metrics(
-            self.now.loss_count, loss=self.now.loss_sum, interval=self._sum, samples=self._count
+            self.now.loss_count, loss=self.now.loss_sum, interval=self._sum, weight=self._weight
         )
-        self._sum, self._count = 0.0, 0
-        share = means["samples"]  # of the epoch's samples
+        self._sum = self._weight = 0
+        share = means["weight"]  # of the epoch's samples
         return means["loss"], means["interval"] / share if share else math.nan
 
     def average_epoch(self) -> None:
         """Set the mean loss of the epoch; None: of no samples. All ranks must call it."""
-        means, count = self._adapter.average_metrics(self.now.loss_count, loss=self.now.loss_sum)
-        self.now.train_loss = means["loss"] if count else None
+        means, _ = self._adapter.average_metrics(self.now.loss_count, loss=self.now.loss_sum)
+        self.now.train_loss = None if math.isnan(means["loss"]) else means["loss"]

@@ -41,7 +41,7 @@ from hvdtrain.adapters.pytorch.sums import (
 )
 from hvdtrain.adapters.pytorch.weights import Number, before_gradient
 from hvdtrain.errors import UsageError
-from hvdtrain.system.runtime.waits import SUM
+from hvdtrain.system.runtime.waits import SUM, WEIGHTS
 
 
 class Sums(ABC):
@@ -340,10 +340,10 @@ class BucketStrategy(TorchStrategy):
         if self._scalars is None:
             self._scalars = self.open_sums()
         sums = self._scalars
-        handle = sums.start(values, "weight_loss")
+        handle = sums.start(values, "weights")
 
         def wait() -> torch.Tensor:
-            with self.adapter.waits.during("weight_loss"):
+            with self.adapter.waits.during(WEIGHTS):
                 sums.wait(handle)
             return values
 

@@ -38,6 +38,7 @@ from hvdtrain.steps.checkpoint_files import Checkpoint
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.machine import accelerator
 from hvdtrain.system.runtime.exit import agreed as on_all_ranks
+from hvdtrain.system.runtime.waits import WEIGHTS
 
 # Of --compression. Gradients are multiplied by the weight of the rank's part before rounding. The
 # weights of all ranks sum to 1, so no partial sum exceeds the largest gradient: fp16 overflows only
@@ -236,14 +237,6 @@ class TorchStrategy(BaseStrategy):
         if self.adapter.read_flags is None:
             self.adapter.read_flags = lambda: UNKNOWN
 
-    @abstractmethod
-    def start_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to sum ``values`` over all ranks, which call it in the same order.
-
-        Returns:
-            The function that waits for the sum; at most one may be under way.
-        """
-
     @override
     def weigh(self, count: Any, optimizers: Iterable[Any]) -> None:
         if self.adapter.world.size == 1:
@@ -317,7 +310,7 @@ class ProcessGroupStrategy(TorchStrategy):
         work = dist.all_reduce(values, group=self._scalars, async_op=True)
 
         def wait() -> torch.Tensor:
-            with self.adapter.waits.during("weight_loss"):
+            with self.adapter.waits.during(WEIGHTS):
                 work.wait()
             return values
 

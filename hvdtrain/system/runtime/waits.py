@@ -35,6 +35,7 @@ LATE_TIMEOUT = 30.0
 POLL_INTERVAL = 0.5  # seconds between checks
 
 SUM = "the sum of the gradients"  # the call of a backward pass or an update
+WEIGHTS = "the sum of the weights of the losses"
 END = "the end of the program"
 ALL = (
     "all ranks must make the same calls in the same order, and none of them under a condition on "
