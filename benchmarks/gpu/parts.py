@@ -203,7 +203,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     known = [*PARTS, "bench"]
     if strange := set(asked.parts) - set(known):
-        parser.error(f"no such part: {', '.join(sorted(strange))}; choose of {', '.join(known)}")
+        parser.error(f"no such part: {', '.join(sorted(strange))}; choose from {', '.join(known)}")
     if asked.write:
         trouble = write_page(asked.write)
         return parser.error(trouble) if trouble else 0

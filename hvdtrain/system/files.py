@@ -167,7 +167,7 @@ def read_regular(path: Path, most: int = MAX_READ) -> bytes:
         OSError: it cannot be read, is not a regular file, or has more than ``most`` bytes.
     """
     if not is_regular(path):
-        raise OSError(errno.EINVAL, "no regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     if path.stat().st_size > most:
         raise OSError(errno.EFBIG, f"more than {most:,} bytes", str(path))
     return path.read_bytes()

@@ -94,7 +94,7 @@ class Folder:
             file = open(self.path / name, mode, buffering, opener=opener)  # noqa: SIM115
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 file.close()
-                raise OSError(errno.EINVAL, "no regular file", name)
+                raise OSError(errno.EINVAL, "not a regular file", name)
             return file
 
     def write(self, name: str, data: bytes) -> None:

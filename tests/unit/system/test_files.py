@@ -199,7 +199,7 @@ def test_a_pipe_without_a_reader_is_reported_and_not_waited_for(tmp_path: Path) 
             Progress(Options(quiet=True, **{option: pipe}))
     with pytest.raises(UsageError, match="no reader"):
         write(pipe, b"")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         read_regular(pipe)
 
 
