@@ -142,6 +142,7 @@ dist:  ## build sdist and wheel in dist/, check them, and use the wheel in a new
 	    --constraint constraints.txt $(DIST_TOOLS)
 	.venv-dist/bin/python -m build --no-isolation --outdir dist
 	.venv-dist/bin/python -m twine check --strict dist/*
+	! comm -23 <(git ls-files | sort) <(tar -tf dist/*.tar.gz | cut -d / -f 2- | sort) | grep .
 	PYTHON=$(PYTHON) .ci/try-wheel dist/*.whl constraints.txt
 
 format: setup  ## let ruff rewrite the code
