@@ -11,7 +11,7 @@ __version__ = "0.2.0"
 _MODULES = {
     "Adapter": "adapters.base",
     "CheckpointError": "errors",
-    "CommOptions": "config.comm_options",
+    "CommOptions": "config.strategies",
     "HvdtrainError": "errors",
     "LearningRate": "steps.learning_rate",
     "Part": "steps.sharding",

@@ -1,7 +1,7 @@
 from hvdtrain.adapters.base import Adapter as Adapter
 from hvdtrain.adapters.save import Save as Save
 from hvdtrain.adapters.select import adapter as adapter
-from hvdtrain.config.comm_options import CommOptions as CommOptions
+from hvdtrain.config.strategies import CommOptions as CommOptions
 from hvdtrain.errors import CheckpointError as CheckpointError
 from hvdtrain.errors import HvdtrainError as HvdtrainError
 from hvdtrain.errors import TrainingError as TrainingError

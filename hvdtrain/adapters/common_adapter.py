@@ -18,8 +18,7 @@ from hvdtrain.adapters import preflight
 from hvdtrain.adapters.framework import Flags, Framework, Profiler
 from hvdtrain.adapters.state import StateAdapter
 from hvdtrain.adapters.strategy import BaseStrategy
-from hvdtrain.config.comm_options import CommOptions
-from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.config.strategies import STRATEGIES, CommOptions
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import metrics
 from hvdtrain.steps.integrity import Device, RankFacts

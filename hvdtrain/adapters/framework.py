@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hvdtrain.adapters.state_view import Connected, StateView
-from hvdtrain.config.comm_options import CommOptions
+from hvdtrain.config.strategies import CommOptions
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.steps.world import World
 from hvdtrain.system.runtime.waits import Waits

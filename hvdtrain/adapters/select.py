@@ -13,9 +13,15 @@ from hvdtrain.adapters.common_adapter import DEFAULTS, CommonAdapter
 from hvdtrain.adapters.framework import Framework
 from hvdtrain.adapters.strategy import BaseStrategy
 from hvdtrain.config.checks import check, of_strategy
-from hvdtrain.config.comm_options import CommOptions
 from hvdtrain.config.declare import REMOVED
-from hvdtrain.config.strategies import DEFAULT, ONE_PROCESS, PACKAGES, STRATEGIES, Strategy
+from hvdtrain.config.strategies import (
+    DEFAULT,
+    ONE_PROCESS,
+    PACKAGES,
+    STRATEGIES,
+    CommOptions,
+    Strategy,
+)
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine.frameworks import find_module, is_installed
 from hvdtrain.system.runtime.detect import LaunchInfo, detect

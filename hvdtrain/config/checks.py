@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.config.comm_options import COMPRESSIONS, NONE
 from hvdtrain.config.declare import declared, exclusive, option_name
-from hvdtrain.config.strategies import STRATEGIES, Strategy
+from hvdtrain.config.strategies import COMPRESSIONS, NONE, STRATEGIES, Strategy
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.integrity import differences
 from hvdtrain.system.runtime.detect import LaunchInfo

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hvdtrain.config.comm_options import COMPRESSIONS, NONE, CommOptions
 from hvdtrain.config.declare import option, optional, switch
-from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.config.strategies import COMPRESSIONS, NONE, STRATEGIES, CommOptions
 from hvdtrain.config.values import (
     batch,
     count,

@@ -1,4 +1,4 @@
-"""The strategies: one record each of how gradients are synchronized across ranks.
+"""The strategies: one record each of how gradients are synchronized across ranks, and its options.
 
 No other file compares a strategy's name.
 """
@@ -16,6 +16,15 @@ WITH_TORCHRUN = frozenset(launcher.name for launcher in LAUNCHERS) - {HOROVODRUN
 WITHOUT_TORCHRUN = WITH_TORCHRUN - {TORCHRUN, SPAWN}
 # What HOROVOD_AUTOTUNE=1 tunes, unless it is set.
 AUTOTUNED = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"}
+NONE = "none"
+COMPRESSIONS = (NONE, "fp16", "bf16")  # of gradients; a strategy's record has those it supports
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """Communication options; each attribute is the command-line option of that name."""
+
+    compression: str = NONE
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from hvdtrain.adapters.pytorch.framework import (
 from hvdtrain.adapters.pytorch.weights import Accumulation, LossWeight, number_of
 from hvdtrain.adapters.strategy import BaseStrategy
 from hvdtrain.collectives.base import Communicator
-from hvdtrain.config.comm_options import NONE
+from hvdtrain.config.strategies import NONE
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import Checkpoint
 from hvdtrain.steps.sharding import Part, Shards

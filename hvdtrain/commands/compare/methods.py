@@ -17,7 +17,7 @@ from hvdtrain.commands.study.engine import RESULTS, StudyOptions
 from hvdtrain.config.command_line import effective_value, value_of, without_option
 from hvdtrain.config.declare import optional
 from hvdtrain.config.options import PRECISIONS
-from hvdtrain.config.strategies import ONE_PROCESS, PACKAGES, STRATEGIES
+from hvdtrain.config.strategies import NONE, ONE_PROCESS, PACKAGES, STRATEGIES
 from hvdtrain.config.values import names, positive
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.summary import Summary
@@ -28,7 +28,6 @@ OUT = Path("compare")
 RANKS = 2  # default
 ALL = "all"
 AUTO = "auto"  # --precision: chosen by workload and device
-NONE = "none"  # --compression
 DEFAULTS = (AUTO, NONE)
 COMPRESSION = "--compression"
 # Options that are set by the comparison for all methods, and so not allowed for a single one.

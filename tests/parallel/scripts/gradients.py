@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.adapters.select import adapter
-from hvdtrain.config.comm_options import NONE, CommOptions
-from hvdtrain.config.strategies import STRATEGIES
+from hvdtrain.config.strategies import NONE, STRATEGIES, CommOptions
 from hvdtrain.steps.sharding import Part, Shards
 
 SAMPLES, BATCH, COLUMNS = 5, 4, 1000
