@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from hvdtrain.adapters.common_adapter import CommonAdapter
 from hvdtrain.adapters.pytorch.framework import PyTorchFramework
-from hvdtrain.adapters.single import Single
+from hvdtrain.adapters.strategy import Single
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.config.options import Options
 from hvdtrain.steps.summary import Summary

@@ -1,4 +1,8 @@
-"""What a strategy is: how the model is held, how gradients are summed, how the state is seen."""
+"""What a strategy is: how the model is held, how gradients are summed, how the state is seen.
+
+The weight of a rank's gradients is its part's, ``Part.weight`` (``steps/sharding.py``). A strategy
+reads it as ``Rank.part_weight`` of its adapter, which ``CommonAdapter`` implements.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from typing_extensions import override
+
 from hvdtrain.adapters.framework import Rank
 from hvdtrain.adapters.state_view import StateView
-from hvdtrain.collectives.base import Communicator
+from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.steps.sharding import Part, Shards
 
 
@@ -113,3 +119,15 @@ class BaseStrategy(ABC):
         If they are not sharded, each rank has the whole result, and ``values`` is returned.
         """
         return values
+
+
+class Single(BaseStrategy):
+    """One process, without communication; for any framework."""
+
+    name = "single"
+    runtime = "the single strategy"
+
+    @override
+    def connect(self) -> Communicator:
+        self.adapter.framework.claim_device(0, 1)
+        return SingleRank()

@@ -148,8 +148,8 @@ STRATEGIES = {
         Strategy(
             "single",
             {
-                "pytorch": "hvdtrain.adapters.single:Single",
-                "tensorflow": "hvdtrain.adapters.single:Single",
+                "pytorch": "hvdtrain.adapters.strategy:Single",
+                "tensorflow": "hvdtrain.adapters.strategy:Single",
             },
         ),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from hvdtrain.adapters.single import Single
+from hvdtrain.adapters.strategy import Single
 from hvdtrain.collectives.base import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine import accelerator

@@ -180,7 +180,7 @@ def tasks(hvd: CommonAdapter) -> None:
     """A task makes as many passes on every rank, whatever the number of samples."""
     import keras
 
-    from hvdtrain.adapters.single import Single
+    from hvdtrain.adapters.strategy import Single
     from hvdtrain.adapters.tensorflow.framework import TensorFlowFramework
     from hvdtrain.tasks.training_step_tensorflow import InMemory, TFTask
 
