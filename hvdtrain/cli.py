@@ -1,7 +1,8 @@
 """The command ``hvdtrain VERB``: parse the command line and run the verb.
 
 Only the module of the requested verb is imported, and no verb imports a framework to declare its
-options, so that every ``--help`` is fast.
+options, so that every ``--help`` is fast. The script of ``--completion`` is static: completing a
+word does not start Python.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -66,6 +67,28 @@ EXAMPLE = """example:
   hvdtrain launch -n 2 -- python -m hvdtrain.mnist
 
 Options: `hvdtrain help VERB`, or `python -m PROGRAM --help`."""
+
+
+REGISTRATION = "\ncomplete "  # the last line of shtab's script for bash
+# Choose the function of shtab: for the word after `-- ... -m` that of the programs.
+CHOICE = """
+_hvdtrain() {
+  local place=1
+  while [[ $place -lt $COMP_CWORD && ${COMP_WORDS[place]} != -- ]]; do ((place += 1)); done
+  if [[ $place -ge $COMP_CWORD ]]; then
+    _shtab_hvdtrain "$@"
+    return
+  fi
+  while [[ $place -lt $COMP_CWORD && ${COMP_WORDS[place]} != -m ]]; do ((place += 1)); done
+  COMPREPLY=()
+  if [[ $place -lt $COMP_CWORD ]]; then
+    COMP_WORDS=(hvdtrain "${COMP_WORDS[@]:place + 1}")
+    ((COMP_CWORD -= place))
+    _shtab_hvdtrain_program
+  fi
+}
+
+complete -o bashdefault -o default -F _hvdtrain hvdtrain"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,20 +161,47 @@ def overview() -> CommandParser:
     return parser
 
 
+def program_parsers() -> Iterator[tuple[str, CommandParser]]:
+    """Yield each program, as named after ``python -m``, and its parser."""
+    from hvdtrain import pi, train
+    from hvdtrain.commands.collectives import program as collectives
+    from hvdtrain.config.command_line import build_parser
+    from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
+    from hvdtrain.workloads.resnet.task import WORKLOAD as RESNET
+    from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
+
+    for workload in (MNIST, RESNET, SSD300):
+        name = workload.name
+        yield f"hvdtrain.{name}", build_parser(name, workload.description, "", workload.options)
+    yield "hvdtrain.train", build_parser("train", train.DESCRIPTION, "")
+    yield "hvdtrain.pi", pi.build_parser()
+    yield "hvdtrain.collectives", collectives.build_parser()
+
+
 def _completion(shell: str) -> int:
-    """Print the completion script for ``shell``."""
+    """Print the script that completes verbs and options; in bash programs after ``--``, too."""
     try:
-        from hvdtrain.commands.submit.site import EXAMPLES
-        from hvdtrain.completion import completion
+        import shtab
     except ImportError:
         return _complain("--completion needs shtab: pip install shtab")
+    from hvdtrain.commands.submit.site import EXAMPLES
+
     parser = overview()
     verbs = parser.add_subparsers()
     for name, summary in VERBS.items():
         verb = parser_of(name, partial(verbs.add_parser, name, help=summary))
         if site := verb.action_of("--site"):
             site.choices = list(EXAMPLES)  # or a file: the shell completes it if none of these fits
-    print(completion(shell, parser))
+    text = shtab.complete(parser, shell)
+    if shell == "bash":
+        programs = CommandParser(prog="hvdtrain", add_help=False)
+        table = programs.add_subparsers()
+        for name, program in program_parsers():
+            table.add_parser(name, help=program.description, parents=[program], add_help=False)
+        of_programs = shtab.complete(programs, shell, root_prefix="hvdtrain_program")
+        scripts = [script.rpartition(REGISTRATION)[0] for script in (text, of_programs)]
+        text = "\n".join([*scripts, CHOICE])
+    print(text)
     return EXIT_OK
 
 

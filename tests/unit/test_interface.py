@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hvdtrain import cli, completion
+from hvdtrain import cli
 from hvdtrain.commands.scaling import runs as records
 from hvdtrain.commands.study.run import append_record
 from hvdtrain.config.declare import CommandParser
@@ -45,7 +45,7 @@ WIDTH = 80
 def parsers() -> dict[str, CommandParser]:
     """Return the parser of each verb and program, by command."""
     verbs = {f"hvdtrain {verb}": cli.parser_of(verb) for verb in cli.VERBS}
-    programs = {f"python -m {name}": parser for name, parser in completion._programs()}
+    programs = {f"python -m {name}": parser for name, parser in cli.program_parsers()}
     for workload in (MNIST, RESNET, SSD300):  # completion needs no epilog
         programs[f"python -m hvdtrain.{workload.name}"].epilog = workload.epilog
     return {"hvdtrain": cli.overview(), **verbs, **programs}
