@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.commands.compare.methods import Method
-from hvdtrain.commands.compare.trials import Trial
+from hvdtrain.commands.compare.methods import Method, Trial
 from hvdtrain.commands.scaling.runs import MeasuredRun
 from hvdtrain.steps.summary import Summary
 

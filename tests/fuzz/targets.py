@@ -24,7 +24,7 @@ from typing_extensions import override
 from xxhash import xxh3_128
 
 from hvdtrain.adapters.select import adapter
-from hvdtrain.commands.compare.trials import LINES as TRIALS
+from hvdtrain.commands.compare.methods import LINES as TRIALS
 from hvdtrain.commands.pack.packing import Packing
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.commands.report.find import look

@@ -7,8 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain.commands.compare.methods import AUTO, Method, full_label, sent_bytes, short_label
-from hvdtrain.commands.compare.trials import Trial
+from hvdtrain.commands.compare.methods import (
+    AUTO,
+    Method,
+    Trial,
+    full_label,
+    sent_bytes,
+    short_label,
+)
 from hvdtrain.commands.study.curves import (
     Evaluation,
     Target,

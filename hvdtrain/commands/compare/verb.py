@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from hvdtrain.commands.compare.methods import CompareOptions, Method
-from hvdtrain.commands.compare.trials import LINES, make_comparison, read_trials
+from hvdtrain.commands.compare.methods import (
+    LINES,
+    CompareOptions,
+    Method,
+    make_comparison,
+    read_trials,
+)
 from hvdtrain.commands.study.command_options import NO_COMMAND
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from hvdtrain.steps.summary import nan_to_null, unit_of

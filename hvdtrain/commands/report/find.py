@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.compare.trials import Trial, read_trials
+from hvdtrain.commands.compare.methods import Trial, read_trials
 from hvdtrain.commands.scaling.batches import BatchRun
 from hvdtrain.commands.scaling.batches import read_runs as read_batches
 from hvdtrain.commands.scaling.results import Study, make_study

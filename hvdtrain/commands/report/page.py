@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.commands.compare import plot as compare_plot
 from hvdtrain.commands.compare import table as compare_table
-from hvdtrain.commands.compare.trials import Trial
+from hvdtrain.commands.compare.methods import Trial
 from hvdtrain.commands.report import curve_plot
 from hvdtrain.commands.report.find import DirectoryResults
 from hvdtrain.commands.scaling import plot, report

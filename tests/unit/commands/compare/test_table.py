@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 
 from hvdtrain import cli
 from hvdtrain.commands.compare import plot
-from hvdtrain.commands.compare.methods import CompareOptions
+from hvdtrain.commands.compare.methods import LINES, CompareOptions, Trial
 from hvdtrain.commands.compare.table import (
     MethodResult,
     distance,
@@ -22,7 +22,6 @@ from hvdtrain.commands.compare.table import (
     read_all_curves,
     unavailable,
 )
-from hvdtrain.commands.compare.trials import LINES, Trial
 from hvdtrain.commands.compare.verb import report
 from hvdtrain.commands.study.run import encode_record, run_stem
 from hvdtrain.errors import UsageError

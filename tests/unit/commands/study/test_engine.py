@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.commands.compare import trials
-from hvdtrain.commands.compare.methods import CompareOptions
-from hvdtrain.commands.compare.trials import Comparison
+from hvdtrain.commands.compare import methods
+from hvdtrain.commands.compare.methods import CompareOptions, Comparison
 from hvdtrain.commands.launch.hosts import Allocation, Host
 from hvdtrain.commands.launch.prepare import Request
 from hvdtrain.commands.scaling.sweep import ScalingOptions, Sweep
@@ -59,7 +58,9 @@ def order(runs: list[engine.Planned]) -> str:
 def test_a_variant_without_a_result_is_not_run_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(trials, "unavailable_reason", lambda method: "no GPU" * (method == HOROVOD))
+    monkeypatch.setattr(
+        methods, "unavailable_reason", lambda method: "no GPU" * (method == HOROVOD)
+    )
     monkeypatch.setattr(Plan, "command", lambda self, variant, repeat: variant.name)
     failed = RunOutcome(reason="exit code 1", failed=True)
     monkeypatch.setattr(engine, "measure", lambda n, *_: {SINGLE.name: RAN, DDP.name: failed}[n])
