@@ -163,9 +163,10 @@ def overview() -> CommandParser:
 
 def program_parsers() -> Iterator[tuple[str, CommandParser]]:
     """Yield each program, as named after ``python -m``, and its parser."""
-    from hvdtrain import pi, train
+    from hvdtrain import pi
     from hvdtrain.commands.collectives import program as collectives
     from hvdtrain.config.command_line import build_parser
+    from hvdtrain.tasks import own
     from hvdtrain.workloads.mnist.task import WORKLOAD as MNIST
     from hvdtrain.workloads.resnet.task import WORKLOAD as RESNET
     from hvdtrain.workloads.ssd300.task import WORKLOAD as SSD300
@@ -173,7 +174,7 @@ def program_parsers() -> Iterator[tuple[str, CommandParser]]:
     for workload in (MNIST, RESNET, SSD300):
         name = workload.name
         yield f"hvdtrain.{name}", build_parser(name, workload.description, "", workload.options)
-    yield "hvdtrain.train", build_parser("train", train.DESCRIPTION, "")
+    yield "hvdtrain.train", build_parser("train", own.DESCRIPTION, "")
     yield "hvdtrain.pi", pi.build_parser()
     yield "hvdtrain.collectives", collectives.build_parser()
 

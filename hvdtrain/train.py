@@ -17,7 +17,6 @@ from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.tasks import own
 from hvdtrain.training import trainer
 
-DESCRIPTION = "Train the task defined in a Python file."
 EPILOG = f"""\
 the file:
   defines task(options), which returns a TorchTask or a TFTask; may define
@@ -39,13 +38,13 @@ def main() -> int:
     """Train; return the exit code."""
     file, *arguments = sys.argv[1:] or [""]
     if {"-h", "--help"} & {file}:
-        build_parser("train FILE.py", DESCRIPTION, EPILOG).print_help()
+        build_parser("train FILE.py", own.DESCRIPTION, EPILOG).print_help()
         return EXIT_OK
     if not file or file.startswith("-"):
         raise UsageError("FILE.py must come first: python -m hvdtrain.train FILE.py [options]")
     if any("tensorflow" in argument for argument in arguments):  # before the file imports it
         import hvdtrain.adapters.tensorflow  # noqa: F401  # without its banners
-    workload = own.workload(Path(file), description=DESCRIPTION, epilog=EPILOG)
+    workload = own.workload(Path(file), epilog=EPILOG)
     return trainer.main(workload, arguments)
 
 

@@ -21,6 +21,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system.files import is_file
 from hvdtrain.tasks.task import LearningRates, Recipe, Task, Workload
 
+DESCRIPTION = "Train the task defined in a Python file."
 MAX_LENGTH = 500  # characters of an error message
 RECIPE = Recipe(
     batch_size=32,
@@ -52,7 +53,7 @@ TYPES: dict[str, Callable[[Any], Any]] = {  # of options without metadata, by an
 }
 
 
-def workload(path: Path, *, description: str, epilog: str) -> Workload:
+def workload(path: Path, *, epilog: str) -> Workload:
     """Import a Python file and return the workload that it defines.
 
     Raises:
@@ -84,7 +85,7 @@ def workload(path: Path, *, description: str, epilog: str) -> Workload:
     return Workload(
         name=path.stem,
         program=f"train {path}",
-        description=description,
+        description=DESCRIPTION,
         epilog=epilog,
         models=(),
         recipe=lambda options: RECIPE,

@@ -38,7 +38,7 @@ def _imports() -> Iterator[None]:
 
 def load(folder: Path, text: str, name: str = "my_task.py") -> Workload:
     (folder / name).write_text(textwrap.dedent(text))
-    return own.workload(folder / name, description="words", epilog="end")
+    return own.workload(folder / name, epilog="end")
 
 
 def read(workload: Workload, *arguments: str) -> Any:
@@ -154,7 +154,7 @@ def test_a_name_that_cannot_be_imported(tmp_path: Path, name: str) -> None:
     if "/" not in name:
         (tmp_path / name).write_text(TASK)
     with pytest.raises(UsageError, match=r"rename the file|no such file"):
-        own.workload(tmp_path / name, description="", epilog="")
+        own.workload(tmp_path / name, epilog="")
 
 
 @pytest.mark.parametrize(
