@@ -34,7 +34,7 @@ from hvdtrain.adapters.strategy import Single
 from hvdtrain.collectives.base import Communicator, SingleRank
 from hvdtrain.config.options import Options
 from hvdtrain.steps.summary import Summary
-from hvdtrain.system.runtime import failure_detector
+from hvdtrain.system.runtime import handshake
 from hvdtrain.training import checks
 from hvdtrain.training.summary import with_usage
 from hvdtrain.training.throughput import Clock
@@ -84,7 +84,7 @@ def be_peers(endpoint: bytes, hosts: int, ready: Any) -> None:
     secret = bytes.fromhex(root["secret"])
 
     def connect(host: int) -> Any:
-        return failure_detector.connect([("127.0.0.1", root["port"])], PER_HOST * host, secret)
+        return handshake.connect([("127.0.0.1", root["port"])], PER_HOST * host, secret)
 
     with ThreadPoolExecutor(TOGETHER) as threads:
         connections = list(threads.map(connect, range(1, hosts)))

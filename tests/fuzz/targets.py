@@ -39,15 +39,14 @@ from hvdtrain.steps import checkpoint as checkpoints
 from hvdtrain.steps import checkpoint_files
 from hvdtrain.steps.checkpoint_files import MODEL_FILE, STATE_FILE, TRAINING_FILE
 from hvdtrain.system.folder import Folder
-from hvdtrain.system.runtime import failure_detector
-from hvdtrain.system.runtime.failure_detector import (
+from hvdtrain.system.runtime import failure_detector, handshake
+from hvdtrain.system.runtime.failure_detector import Connection, FailureDetector
+from hvdtrain.system.runtime.handshake import (
     ACCEPTING,
     CONFIRM,
     CONNECTING,
     KEY,
     NONCE,
-    Connection,
-    FailureDetector,
     Handshake,
     prove,
 )
@@ -435,9 +434,9 @@ def read_handshake(data: bytes, folder: Path) -> None:
         there.sendall(data[:4096])
         there.shutdown(socket.SHUT_WR)
         here.setblocking(False)
-        handshake = Handshake(here, SECRET, NUMBER)
+        begun = Handshake(here, SECRET, NUMBER)
         try:
-            while not handshake.read():
+            while not begun.read():
                 pass
         except OSError as error:  # as the detector does
             raise UsageError(str(error)) from error
@@ -456,12 +455,12 @@ class _Connected(socket.socket):
 def read_handshake_answer(data: bytes, folder: Path) -> None:
     here, there = socket.socketpair()
     connected = _Connected(fileno=here.detach())
-    sockets = mock.patch.object(failure_detector.socket, "socket", lambda family: connected)
+    sockets = mock.patch.object(handshake.socket, "socket", lambda family: connected)
     with connected, there:
         there.sendall(data[:4096])
         there.shutdown(socket.SHUT_WR)
         with sockets:
-            confirmed = failure_detector.connect([("127.0.0.1", 1)], 1, SECRET)
+            confirmed = handshake.connect([("127.0.0.1", 1)], 1, SECRET)
     assert (confirmed is not None) == data.startswith(ANSWER)
     if not confirmed:
         raise UsageError("refused")

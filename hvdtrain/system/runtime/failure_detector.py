@@ -7,20 +7,14 @@ The connections form a tree: rank 0 to the first rank of each other host, and th
 host to the others on it. They transmit only a rank's last message, and towards rank 0 the calls in
 which a rank waits (``waits``). Between hosts the kernels answer TCP keep-alive probes, so that a
 process is not considered dead while it computes, waits for a disk, or is suspended. Separate
-threads sleep until a connection breaks, as the main thread may be waiting in a collective.
-
-In the handshake of a connection the accepting side sends a random number, each side proves by it
-that it knows the job's secret, and the connecting side confirms that it has read the answer. A
-proof is of no use on another connection, nor to a listener at another address. Until then a closed
-connection does not mean a lost rank: the other side has given up, or is no rank. The accepting side
-waits for the confirmation without a limit, so that the connecting side can rely on it.
+threads sleep until a connection breaks, as the main thread may be waiting in a collective. Until
+its ``handshake`` is confirmed, a closed connection does not mean a lost rank.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import hmac
 import json
 import logging
 import os
@@ -29,12 +23,20 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_PREEMPTED
 from hvdtrain.system.runtime.exit import leave, print_error, process_status, write_end_mark
+from hvdtrain.system.runtime.handshake import (
+    HELLO_TIMEOUT,
+    KEY,
+    Address,
+    Handshake,
+    connect,
+    receive,
+)
 from hvdtrain.system.runtime.outlive import end_mpirun
 
 log = logging.getLogger(__name__)
@@ -59,18 +61,8 @@ DONE, FAILED, LOST = b".", b"!", b"?"
 REPORT = b"w"  # followed by length and content of a report to rank 0
 LENGTH = 2  # bytes of the length
 
-CONNECT = 3.0  # seconds for an address to answer; a host may have unreachable ones
-ANSWER_TIMEOUT = 30.0  # seconds for the other rank's thread to answer; it may be busy importing
-HELLO_TIMEOUT = 30.0  # seconds for a connecting process to send its rank; it may be busy
-KEY = 32  # bytes of the secret, and of a proof
-NONCE = 16  # bytes of the random number
-RANK = 4  # bytes of a rank
-CONNECTING, ACCEPTING = "connecting", "accepting"  # sides of a connection
-CONFIRM = b"+"
-
 Gather = Callable[[bytes], list[bytes]]
 HostId = tuple[str, str]  # name of a host, and a string that distinguishes hosts of the same name
-Address = tuple[str, int] | bytes  # IPv4 address and port, or the name of a socket on this host
 
 
 @dataclass(frozen=True)
@@ -79,52 +71,6 @@ class Connection:
 
     socket: socket.socket
     rank: int  # rank of the other side
-
-
-@dataclass
-class Handshake:
-    """An accepted connection that the other side has not confirmed yet."""
-
-    socket: socket.socket  # non-blocking
-    secret: bytes  # of the job
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE))
-    since: float = field(default_factory=time.monotonic)  # when it was accepted
-    rank: int | None = None  # rank of the other side, once received
-    _received: bytes = b""
-
-    def __post_init__(self) -> None:
-        with contextlib.suppress(OSError):  # closed already, as `read` reports
-            self.socket.send(self.nonce)
-
-    def read(self) -> bool:
-        """Read available data; return whether the connection is confirmed.
-
-        Raises:
-            OSError: the other side has closed it, or does not belong to this job.
-        """
-        wanted = RANK + KEY if self.rank is None else len(CONFIRM)
-        try:
-            more = self.socket.recv(wanted - len(self._received))
-        except BlockingIOError:
-            return False
-        if not more:
-            raise ConnectionError("closed before it was confirmed")
-        self._received += more
-        if len(self._received) < wanted:
-            return False
-        message, self._received = self._received, b""
-        if self.rank is not None:
-            return message == CONFIRM
-        rank, facts = message[:RANK], (self.nonce, self.socket.getsockname(), message[:RANK])
-        if not hmac.compare_digest(message[RANK:], prove(self.secret, CONNECTING, *facts)):
-            raise ConnectionError("not a rank of this job")
-        self.rank = int.from_bytes(rank, "big")
-        self.socket.sendall(prove(self.secret, ACCEPTING, *facts))
-        return False
-
-    def is_late(self) -> bool:
-        """Return whether the other side has not sent its rank in time."""
-        return self.rank is None and time.monotonic() - self.since > HELLO_TIMEOUT
 
 
 def start(
@@ -388,45 +334,3 @@ def keep_alive(connection: socket.socket) -> None:
 def _send(connection: Connection, message: bytes) -> None:
     with contextlib.suppress(OSError):  # the other side has ended
         connection.socket.send(message)
-
-
-def connect(targets: Iterable[Address], rank: int, secret: bytes) -> socket.socket | None:
-    """Connect to the first of ``targets`` where a rank of this job answers; None: none does."""
-    for target in targets:
-        connection = socket.socket(socket.AF_UNIX if isinstance(target, bytes) else socket.AF_INET)
-        try:
-            connection.settimeout(CONNECT)
-            connection.connect(target)
-            connection.settimeout(ANSWER_TIMEOUT)
-            sent = rank.to_bytes(RANK, "big")
-            facts = receive(connection, NONCE), connection.getpeername(), sent
-            connection.sendall(sent + prove(secret, CONNECTING, *facts))
-            if hmac.compare_digest(receive(connection, KEY), prove(secret, ACCEPTING, *facts)):
-                connection.sendall(CONFIRM)
-                connection.settimeout(None)
-                return connection
-        except OSError as error:
-            log.debug("no connection by %s: %s", target, error)
-        connection.close()
-    return None
-
-
-def prove(secret: bytes, side: str, nonce: bytes, address: Address, rank: bytes) -> bytes:
-    """Return the proof that a ``side`` knows the secret.
-
-    Args:
-        secret: the secret of the job.
-        side: ``CONNECTING`` or ``ACCEPTING``.
-        nonce: random number of the connection.
-        address: that of the accepting side, as both see it: who relays has another one.
-        rank: the connecting side's rank.
-    """
-    return hmac.digest(secret, repr((side, nonce, address, rank)).encode(), "sha256")
-
-
-def receive(connection: socket.socket, length: int) -> bytes:
-    """Return ``length`` bytes, or fewer if the other side has closed."""
-    data = b""
-    while len(data) < length and (more := connection.recv(length - len(data))):
-        data += more
-    return data

@@ -10,7 +10,7 @@ from tests.conftest import unmeasured
 # Three ranks on three hosts, in one process.
 HEAD = """
 import logging, os, socket, threading, time
-from hvdtrain.system.runtime import failure_detector as detector
+from hvdtrain.system.runtime import failure_detector as detector, handshake
 from hvdtrain.system.runtime.failure_detector import FailureDetector
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 hosts = [(f"h{number}", "") for number in range(3)]
@@ -44,10 +44,10 @@ def run(body: str) -> tuple[int, str, str]:
 
 def test_a_rank_that_gave_up_before_rank_0_connected_is_not_lost() -> None:
     code, out, err = run("""
-detector.ANSWER_TIMEOUT = 0.2
+handshake.ANSWER_TIMEOUT = 0.2
 ranks[1].connect(endpoints)
 until(lambda: "failure detector" not in [thread.name for thread in threading.enumerate()])
-detector.ANSWER_TIMEOUT = 30.0
+handshake.ANSWER_TIMEOUT = 30.0
 ranks[0].connect(endpoints)
 ranks[2].connect(endpoints)
 connected(2)
@@ -71,10 +71,10 @@ def test_a_process_that_gives_up_after_the_answer_is_not_lost() -> None:
     code, out, err = run("""
 ranks[0].connect(endpoints)
 line = socket.create_connection(("127.0.0.1", port))
-facts = detector.receive(line, detector.NONCE), ("127.0.0.1", port), bytes([0, 0, 0, 1])
-line.sendall(facts[2] + detector.prove(ranks[0].secret, "connecting", *facts))
-answer = detector.receive(line, detector.KEY)
-assert answer == detector.prove(ranks[0].secret, "accepting", *facts)
+facts = handshake.receive(line, handshake.NONCE), ("127.0.0.1", port), bytes([0, 0, 0, 1])
+line.sendall(facts[2] + handshake.prove(ranks[0].secret, "connecting", *facts))
+answer = handshake.receive(line, handshake.KEY)
+assert answer == handshake.prove(ranks[0].secret, "accepting", *facts)
 line.close()
 ranks[2].connect(endpoints)
 connected(2)
@@ -84,15 +84,15 @@ connected(2)
 
 def test_silent_and_foreign_processes_get_no_answer_and_delay_no_rank() -> None:
     code, out, err = run("""
-detector.ANSWER_TIMEOUT = 5.0  # of the ranks; 20 x HELLO one after the other would be far more
+handshake.ANSWER_TIMEOUT = 5.0  # of the ranks; 20 x HELLO one after the other would be far more
 silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
 for line in silent[:5]:
-    line.sendall(b"GET / HTTP/1.0".ljust(detector.RANK + detector.KEY))
+    line.sendall(b"GET / HTTP/1.0".ljust(handshake.RANK + handshake.KEY))
 for rank in ranks:
     rank.connect(endpoints)
 connected(1, 2)
 for line in silent[:5]:
-    assert len(detector.receive(line, 100)) == detector.NONCE
+    assert len(handshake.receive(line, 100)) == handshake.NONCE
 """)
     assert (code, out, err) == (0, "continues [1, 2]\n", "")
 
@@ -103,13 +103,13 @@ foreign = socket.create_server(("127.0.0.1", 0))
 line = socket.create_connection(("127.0.0.1", port))
 def relay():
     rank, _ = foreign.accept()
-    rank.sendall(detector.receive(line, detector.NONCE))
-    line.sendall(detector.receive(rank, detector.RANK + detector.KEY))
-    rank.sendall(detector.receive(line, detector.KEY))
+    rank.sendall(handshake.receive(line, handshake.NONCE))
+    line.sendall(handshake.receive(rank, handshake.RANK + handshake.KEY))
+    rank.sendall(handshake.receive(line, handshake.KEY))
     rank.close()
 ranks[0].connect(endpoints)
 threading.Thread(target=relay, daemon=True).start()
-assert detector.connect([foreign.getsockname()], 1, ranks[0].secret) is None
+assert handshake.connect([foreign.getsockname()], 1, ranks[0].secret) is None
 assert line.recv(1) == b"" and not ranks[0].connections
 ranks[1].connect(endpoints)
 ranks[2].connect(endpoints)
@@ -120,10 +120,10 @@ connected(1, 2)
 
 def test_silent_connections_are_closed() -> None:
     code, out, err = run("""
-detector.HELLO_TIMEOUT = 0.2
+detector.HELLO_TIMEOUT = handshake.HELLO_TIMEOUT = 0.2
 ranks[0].connect(endpoints)
 with socket.create_connection(("127.0.0.1", port)) as line:
-    assert len(detector.receive(line, 100)) == detector.NONCE
+    assert len(handshake.receive(line, 100)) == handshake.NONCE
 ranks[1].connect(endpoints)
 ranks[2].connect(endpoints)
 connected(1, 2)
