@@ -16,7 +16,6 @@ import re
 import secrets
 import sys
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from hvdtrain.steps.summary import Stopped, Summary
 from hvdtrain.system.files import check_folder
 from hvdtrain.system.runtime import terminal
 from hvdtrain.system.runtime.exit import process_status
+from hvdtrain.system.runtime.tuning import set_defaults
 from hvdtrain.training.plan import Session
 from hvdtrain.training.summary import environment, non_default_options
 
@@ -67,8 +67,7 @@ class RunFacts:
 class Tracker(ABC):
     """A run in a tracker; the constructor creates it, or continues that of a resumed training."""
 
-    note = ""
-    """Message for the user at the end: where the run is."""
+    note = ""  # where the run is: a message to the user at the end
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -109,8 +108,7 @@ class WandB(Tracker):
 
     def _mode(self) -> str:
         """Return the user's mode; by default online if there is a key and the server answers."""
-        import urllib.error
-        import urllib.request
+        from urllib import error, request
 
         settings = self._wandb.setup(self._wandb.Settings(silent=True)).settings
         if "WANDB_MODE" in os.environ or settings.mode != "online":
@@ -118,8 +116,8 @@ class WandB(Tracker):
         try:
             if not self._wandb.login(prompt=False, verify=False):
                 return "offline"
-            urllib.request.urlopen(settings.base_url, timeout=SERVER_TIMEOUT).close()
-        except urllib.error.HTTPError:
+            request.urlopen(settings.base_url, timeout=SERVER_TIMEOUT).close()
+        except error.HTTPError:
             return "online"  # an error is an answer
         except (OSError, ValueError):
             return "offline"
@@ -149,8 +147,7 @@ class MLflow(Tracker):
         if is_local(where):
             # The file store needs no database package, but in new versions this permission.
             defaults |= {"MLFLOW_ALLOW_FILE_STORE": "true"}
-        for name, value in defaults.items():
-            os.environ.setdefault(name, value)
+        set_defaults(defaults)
         import mlflow.entities
         import mlflow.tracking
 
@@ -319,7 +316,7 @@ def check_trackers(choices: Sequence[str]) -> None:
 
 def new_training_id() -> str:
     """Return an identity for a training, which its checkpoints keep."""
-    return uuid.uuid4().hex[:12]
+    return secrets.token_hex(6)
 
 
 def open_trackers(session: Session, training_id: str, step: int) -> Trackers:
