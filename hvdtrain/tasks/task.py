@@ -1,4 +1,7 @@
-"""A task: model, data, loss and metrics, which a class per framework trains; and its workload."""
+"""A task: model, data, loss and metrics, which a class per framework trains; and its workload.
+
+The update itself is in ``training_step_FRAMEWORK.py``: passes, clipping, learning rate, optimizer.
+"""
 
 from __future__ import annotations
 
