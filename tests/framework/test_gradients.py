@@ -126,12 +126,12 @@ def test_the_buckets_of_tensorflow_sum_and_weigh(traced: bool) -> None:
 def test_tensorflow_weights_by_numbers_in_float64() -> None:
     """A number that TensorFlow casts passes through float32: a third would be 1e-8 too large."""
     tf = pytest.importorskip("tensorflow")
-    from hvdtrain.adapters.tensorflow.buckets import _weighed
+    from hvdtrain.adapters.tensorflow.weights import times
 
     values = tf.constant([3.0, 0.3], tf.float64)
-    assert _weighed(values, 1 / 3).numpy().tolist() == [3.0 * (1 / 3), 0.3 * (1 / 3)]
-    assert _weighed(values, tf.constant(1 / 3, tf.float64)).numpy()[1] == 0.3 * (1 / 3)
-    assert _weighed(tf.constant([np.nan]), 0.0).numpy().tolist() == [0.0]
+    assert times(values, 1 / 3).numpy().tolist() == [3.0 * (1 / 3), 0.3 * (1 / 3)]
+    assert times(values, tf.constant(1 / 3, tf.float64)).numpy()[1] == 0.3 * (1 / 3)
+    assert times(tf.constant([np.nan]), 0.0).numpy().tolist() == [0.0]
 
 
 @pytest.mark.parametrize(("deviation", "mean"), [(1e-3, 0.0), (1.0, 1e4)])

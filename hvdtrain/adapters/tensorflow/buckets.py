@@ -26,6 +26,7 @@ from typing_extensions import override
 from hvdtrain.adapters import partition
 from hvdtrain.adapters.framework import UNKNOWN, Flags, Rank
 from hvdtrain.adapters.strategy import BaseStrategy
+from hvdtrain.adapters.tensorflow.weights import NONE, Accumulation, LossWeights, times
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.system.runtime.waits import SUM, TracedCalls
 
@@ -47,6 +48,36 @@ class GradientReduction(ABC):
         return loss
 
 
+class Alone(GradientReduction):
+    """The gradients of one process, which has nothing to sum: those over no items are zeros.
+
+    Args:
+        optimizer: the optimizer.
+        loss_weights: count of the next update.
+    """
+
+    def __init__(self, optimizer: Any, loss_weights: LossWeights) -> None:
+        self.loss_weights, self._accumulation = loss_weights, Accumulation(optimizer)
+
+    @override
+    def sum(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        if not self.loss_weights.used:
+            return list(gradients)
+        count = self.loss_weights.get()
+        self.loss_weights.clear(count)
+        known = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        dense = [_dense(gradients[index], variables[index]) for index in known]
+        weighed = tf.cond(
+            (count > 0) | (count == NONE),
+            lambda: dense,
+            lambda: [times(gradient, count) for gradient in dense],  # 0 or nan
+        )
+        result = list(gradients)
+        for index, gradient in zip(known, weighed, strict=True):
+            result[index] = gradient
+        return self._accumulation.weighted(result, variables, count)
+
+
 class Buckets(GradientReduction):
     """Sums the gradients of an optimizer over the ranks, inside a traced function or outside.
 
@@ -56,10 +87,18 @@ class Buckets(GradientReduction):
         name: name of the optimizer, the same on all ranks.
         reduce: function that sums a tensor over all ranks, under the same name on all of them.
         adapter: function that returns the adapter of this rank.
+        loss_weights: count of the next update; None: all are weighted by samples.
     """
 
-    def __init__(self, name: str, reduce: Reduce, adapter: Callable[[], Rank]) -> None:
+    def __init__(
+        self,
+        name: str,
+        reduce: Reduce,
+        adapter: Callable[[], Rank],
+        loss_weights: LossWeights | None = None,
+    ) -> None:
         self.name, self.reduce, self.adapter = name, reduce, adapter
+        self.loss_weights = loss_weights or LossWeights()
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="part_weight")
         self.sums = tf.Variable(0, dtype=tf.int64, trainable=False, name="sums")  # made so far
         # In traced functions, which Python does not see.
@@ -75,8 +114,8 @@ class Buckets(GradientReduction):
         self.agreed = tf.Variable(unknown, trainable=False, name="flags_agreed")
         self._reset()
 
-    def another(self, name: str, kind: Any) -> Buckets:
-        """Return the sums of another optimizer, with the same variables of this rank.
+    def another(self, name: str, kind: Any, optimizer: Any) -> Buckets:
+        """Return the sums of another ``optimizer``, with the same variables of this rank.
 
         Its gradients are sent and summed in the 16-bit type ``kind``; None: in their own. See
         ``adapters/pytorch/sums.py`` for overflows.
@@ -84,10 +123,12 @@ class Buckets(GradientReduction):
         copied = copy.copy(self)
         copied._reset(kind)
         copied.name = name
+        copied._accumulation = Accumulation(optimizer)
         return copied
 
     def _reset(self, kind: Any = None) -> None:
         self.kind = kind
+        self._accumulation: Accumulation | None = None
         self.messages: dict[str, int] | None = None  # of a step: count and bytes
         self._blocked = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="blocked")
         self._watched = False
@@ -112,13 +153,43 @@ class Buckets(GradientReduction):
                 unless ``scale_loss`` has already multiplied the loss by it. A weight of 0 replaces
                 any gradient by zeros: the mean over no samples is not a number.
         """
+        total = None
         if weight is None:
             _ = self.adapter().loss_weight  # raises if it is unknown
             weight = None if self._weighted else self.weight
             self._weighted = False
+            if self.loss_weights.used:
+                weight, total = self._share(weight)
         # A traced function, which runs this code only once, counts its sums itself.
         with self.adapter().waits.during(SUM) if tf.executing_eagerly() else nullcontext():
-            return self._sum(gradients, variables, weight)
+            result = self._sum(gradients, variables, weight)
+        if total is None or self._accumulation is None:
+            return result
+        return self._accumulation.weighted(result, variables, total)
+
+    def _share(self, weight: Any) -> tuple[Any, Any]:
+        """Return the weight of this rank by the count of ``weight_loss``, and that of all ranks.
+
+        Without one, they are ``weight`` and ``NONE``; None: the loss was weighted by samples.
+        """
+        count = self.loss_weights.get()
+        mine = tf.where(self.weight > 0, count, np.float64(0))  # any count of a stand-in is 0
+        counted = count != NONE
+        total = tf.cond(counted, lambda: self.exchange(mine, "loss_count"), lambda: count)
+        self.loss_weights.clear(total)
+        share = tf.math.divide_no_nan(mine, total)
+        if weight is None:
+            share, weight = tf.math.divide_no_nan(share, self.weight), np.float64(1)
+        return tf.where(counted, share, weight), total
+
+    def exchange(self, value: Any, name: str) -> Any:
+        """Return the sum of a number or a vector over the ranks, in a message of its own."""
+        with tf.control_dependencies([value]):
+            self.begun.assign_add(1)
+        total = self.reduce(tf.reshape(value, [-1]), f"{self.name}.{name}")
+        with tf.control_dependencies([total]):
+            self.done.assign_add(1)
+        return tf.reshape(total, value.shape)
 
     def _sum(self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any) -> list[Any]:
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
@@ -147,7 +218,7 @@ class Buckets(GradientReduction):
         # once, when TensorFlow folds constants, and never again.
         flags = tf.cast(self._mine, parts[0].dtype)
         if weight is not None:
-            return tf.concat([*(_weighed(part, weight) for part in parts), flags], 0)
+            return tf.concat([*(times(part, weight) for part in parts), flags], 0)
         # The loss was weighted, without a pass over the gradients; but 0 times nan is nan.
         zeros = [tf.zeros_like(part) for part in parts]
         return tf.concat([*tf.cond(self.weight > 0, lambda: parts, lambda: zeros), flags], 0)
@@ -188,13 +259,6 @@ class Buckets(GradientReduction):
     def flags(self) -> Flags:
         """The flags of all ranks at the last step: whether any rank had set it."""
         return Flags(*(bool(value > 0) for value in self.agreed.numpy()))
-
-
-def _weighed(flat: Any, weight: Any) -> Any:
-    """Return ``flat`` times ``weight``; a weight of 0 replaces any number by 0."""
-    if tf.is_tensor(weight):  # tf.cast would round a number to float32
-        weight = tf.cast(weight, flat.dtype)
-    return tf.math.multiply_no_nan(flat, weight)
 
 
 def _has_clock() -> bool:
@@ -266,11 +330,16 @@ class BucketStrategy(BaseStrategy):
         adapter = self.adapter
         with tf.device("/CPU:0"):
             if self._first is None:
-                first = self._first = Buckets("gradients", self.sum_tensor, lambda: adapter)
+                framework: Any = adapter.framework
+                first = self._first = Buckets(
+                    "gradients", self.sum_tensor, lambda: adapter, framework.loss_weights
+                )
                 adapter.waits.traced.append(first.traced_calls)
                 adapter.read_flags = lambda: first.flags
             number, kind = next(self._numbers), TYPES.get(adapter.comm_options.compression)
-            buckets = self._first.another(f"gradients.{number}" if number else "gradients", kind)
+            buckets = self._first.another(
+                f"gradients.{number}" if number else "gradients", kind, optimizer
+            )
         self._buckets[number] = buckets
         if adapter.shards is None:  # without shards all ranks weigh the same
             buckets.weight.assign(adapter.loss_weight)

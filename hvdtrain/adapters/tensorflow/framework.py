@@ -19,6 +19,8 @@ from hvdtrain.adapters.digests import Groups
 from hvdtrain.adapters.framework import Framework, Profiler, Rank, SumOverRanks
 from hvdtrain.adapters.state_view import StateView, check_names
 from hvdtrain.adapters.tensorflow import batchnorm
+from hvdtrain.adapters.tensorflow.buckets import Alone, distribute
+from hvdtrain.adapters.tensorflow.weights import LossWeights
 from hvdtrain.errors import UsageError
 from hvdtrain.steps.checkpoint_files import (
     MODEL_FILE,
@@ -116,6 +118,7 @@ class TensorFlowFramework(Framework):
                 "TensorFlow; unset the variable"
             )
         self._gpus: list[Any] = []
+        self.loss_weights = LossWeights()
         self.stand_in: Any = False  # whether the samples of the current passes are one
         self._kept: dict[bool, tuple[Any, list[Any]]] = {}  # running statistics before them
 
@@ -167,7 +170,12 @@ class TensorFlowFramework(Framework):
 
     @override
     def prepare(self, adapter: Rank, model: Any, optimizer: Any) -> None:
-        pass  # Keras has nothing that cannot be saved
+        if adapter.world.size == 1:  # Keras has nothing that cannot be saved
+            distribute(optimizer, Alone(optimizer, self.loss_weights))
+
+    @override
+    def weigh(self, count: Any) -> None:
+        self.loss_weights.set(count)
 
     @override
     def synchronize_batchnorm(self, adapter: Rank, task: Any, sum_tensor: SumOverRanks) -> None:
