@@ -110,8 +110,7 @@ class CommonAdapter(StateAdapter):
                 from a backward pass: some passes of an update have no weight, or were made within
                 ``no_sync``.
         """
-        part = self.current_part
-        self.strategy.weigh(0.0 if part and part.stand_in else count, self._distributed)
+        self.strategy.weigh(count, self._distributed)
 
     @together
     def total(self, **numbers: float) -> dict[str, float]:

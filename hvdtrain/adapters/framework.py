@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hvdtrain.adapters.state_view import Connected, StateView
 from hvdtrain.config.strategies import CommOptions
+from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Part, Shards
 from hvdtrain.steps.world import World
 from hvdtrain.system.runtime.waits import Waits
@@ -64,6 +65,14 @@ class Rank(Connected, Protocol):
 
         A float; of ``pass_weight`` on a GPU a scalar of the framework.
         """
+
+
+def not_a_count(count: object) -> UsageError:
+    """Return the error of ``weight_loss`` for what is no number of items."""
+    return UsageError(
+        f"weight_loss({count}): the count must be a number that is not negative, e.g. that of the "
+        "tokens over which the loss of this pass is a mean"
+    )
 
 
 class Profiler(ABC):

@@ -286,7 +286,7 @@ class PyTorchFramework(Framework):
 
     @override
     def weigh(self, adapter: Rank, count: Any, optimizers: Iterable[Any]) -> None:
-        number = number_of(count, adapter.device)
+        number = number_of(count, adapter)
         adapter.pass_weight = LossWeight(number, lambda total: lambda: total)
         parameters = {optimizer: parameters_of(optimizer) for optimizer in optimizers}
         for optimizer in [each for each in parameters if each not in self._passes]:

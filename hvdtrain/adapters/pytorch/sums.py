@@ -242,7 +242,7 @@ class TorchStrategy(BaseStrategy):
         if self.adapter.world.size == 1:
             super().weigh(count, optimizers)
             return
-        number = number_of(count, self.adapter.device)
+        number = number_of(count, self.adapter)
         self._complete_count()
         self.adapter.pass_weight = self._loss_weight = LossWeight(number, self.start_sum)
         for sums in self.gradient_sums:

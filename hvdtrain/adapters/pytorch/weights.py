@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.adapters.framework import Rank
+from hvdtrain.adapters.framework import Rank, not_a_count
 from hvdtrain.errors import UsageError
 from hvdtrain.system.machine import accelerator
 
@@ -58,12 +58,14 @@ def _quotient(part: Number, whole: Number) -> Number:
     return part / whole if whole else 0.0
 
 
-def number_of(count: Any, device: torch.device) -> Number:
-    """Return the ``count`` of ``weight_loss``; one on a GPU that is no count becomes nan.
+def number_of(count: Any, adapter: Rank) -> Number:
+    """Return the ``count`` of ``weight_loss``, 0 on a stand-in; an invalid one on a GPU is nan.
 
     Raises:
         UsageError: it is no number, negative or not finite.
     """
+    part, device = adapter.current_part, adapter.device
+    count = 0 if part and part.stand_in else count
     on_gpu = device.type != accelerator.CPU
     if on_gpu and isinstance(count, torch.Tensor) and count.numel() == 1:
         number = count.detach().to(device, torch.float64).reshape(())
@@ -73,10 +75,7 @@ def number_of(count: Any, device: torch.device) -> Number:
     except (TypeError, ValueError, RuntimeError):  # the latter of a tensor with several elements
         value = math.nan
     if not 0 <= value < math.inf:
-        raise UsageError(
-            f"weight_loss({count}): the count must be a number that is not negative, e.g. that of "
-            "the tokens over which the loss of this pass is a mean"
-        )
+        raise not_a_count(count)
     return torch.tensor(value, dtype=torch.float64, device=device) if on_gpu else value
 
 

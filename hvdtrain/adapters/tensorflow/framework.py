@@ -5,6 +5,7 @@ Precision, clipping and accumulation are in ``tasks/training_step_tensorflow.py`
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from hvdtrain.adapters.digests import Groups
-from hvdtrain.adapters.framework import Framework, Profiler, Rank, SumOverRanks
+from hvdtrain.adapters.framework import Framework, Profiler, Rank, SumOverRanks, not_a_count
 from hvdtrain.adapters.state_view import StateView, check_names
 from hvdtrain.adapters.tensorflow import batchnorm
 from hvdtrain.adapters.tensorflow.buckets import Alone, distribute
@@ -174,7 +175,9 @@ class TensorFlowFramework(Framework):
             distribute(optimizer, Alone(optimizer, self.loss_weights))
 
     @override
-    def weigh(self, count: Any) -> None:
+    def weigh(self, adapter: Rank, count: Any, optimizers: Iterable[Any]) -> None:
+        if isinstance(count, (int, float)) and not 0 <= count < math.inf:
+            raise not_a_count(count)
         self.loss_weights.set(count)
 
     @override
