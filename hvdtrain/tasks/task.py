@@ -237,7 +237,7 @@ class Task(ABC):
     def _forward(self, batch: Batch) -> tuple[Any, Any]:
         """Make the forward pass of a training batch; return as ``_losses`` does.
 
-        Those of a mixture of two samples are linear in their labels.
+        The loss of a mixture of two samples is linear in their labels.
         """
         x = self._input(batch.x)
         if batch.boxes is not None:
@@ -246,11 +246,9 @@ class Task(ABC):
         if batch.shares is None:
             return self._losses(losses, self._output(x), batch.y)
         output = self._output(self._mixed(x[:-1], x[1:], batch.shares))
-        first, weights = self._losses(losses, output, batch.y[:-1])
-        second, others = self._losses(losses, output, batch.y[1:])
-        if weights is not None:
-            weights = self._mixed(weights, others, batch.shares)
-        return self._mixed(first, second, batch.shares), weights
+        # Of a classifier, whose losses have no weights.
+        first, second = (self._losses(losses, output, y)[0] for y in (batch.y[:-1], batch.y[1:]))
+        return self._mixed(first, second, batch.shares), None
 
     def evaluate(self, batch: Batch, metrics: Sequence[Consumer]) -> tuple[float, float]:
         """Update ``metrics`` with the batch; return the sums of its losses and their weights."""

@@ -1,4 +1,4 @@
-"""Run on every rank by test_weighted_tensorflow.py: ``weight_loss`` in users' own TensorFlow loops.
+"""Run on every rank by test_weights.py: ``weight_loss`` in users' own TensorFlow loops.
 
     weighted_tensorflow.py STRATEGY FOLDER
 
@@ -103,7 +103,9 @@ class Loop:
         assert self.how == "eager" or self.traces <= 2  # the first one makes variables
 
 
-def train(how: str, passes: int = 1, wrap: Callable[[Any], Any] = lambda optimizer: optimizer) -> None:
+def train(
+    how: str, passes: int = 1, wrap: Callable[[Any], Any] = lambda optimizer: optimizer
+) -> None:
     """Compare a loop over the ranks with one process."""
     single = expected(sgd(global_clipnorm=0.1), passes)
     steps = passes if passes > 1 else None
@@ -122,7 +124,7 @@ def misuse() -> None:
     shards = hvd.shard_data(world.size, global_batch=world.size)
     for _ in shards.epoch(0):
         for count in (-1, float("nan"), float("inf")):
-            expect_error(lambda: hvd.weight_loss(count), f"the count is {count}")  # noqa: B023
+            expect_error(lambda: hvd.weight_loss(count), f"weight_loss({count}): the count must")  # noqa: B023
         expect_error(lambda: hvd.weight_loss(tf.ones(3)), "(3,)", "tf.reduce_sum(mask)")
         hvd.weight_loss(2)
         expect_error(lambda: hvd.weight_loss(2), "was not used", "before each `apply`")

@@ -1,6 +1,6 @@
 """On every rank, for test_weights.py: losses that are means over something else than samples.
 
-    weights.py STRATEGY
+    weighted_pytorch.py STRATEGY FOLDER
 
 Each is compared with a plain loop of one process, in float64, which divides the sum of the losses
 of an update by the sum of the counts. With 21 samples in global batches of five, parts are uneven,
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hvdtrain import adapter
-from hvdtrain.errors import UsageError
 from hvdtrain.steps.sharding import Part, Shards
+from tests.parallel.expect import expect_error
 
 torch.set_default_dtype(torch.float64)
 hvd: Any = adapter("pytorch", sys.argv[1])
@@ -145,15 +146,6 @@ def check_equality() -> None:
         print(f"largest difference from one process: {worst:.1e}")
 
 
-def refused(action: Callable[[], Any], reason: str) -> None:
-    try:
-        action()
-    except UsageError as error:
-        assert reason in str(error), error
-    else:
-        raise AssertionError(f"not refused: {reason}")
-
-
 def trained() -> tuple[Shards, Any, Callable[[], None]]:
     """Return the shards, the optimizer, and a function that makes a backward pass."""
     shards = hvd.shard_data(SAMPLES, global_batch=4 * world.size)
@@ -166,11 +158,11 @@ def check_misuse() -> None:
     shards, optimizer, backward = trained()
     with shards.step(next(shards.parts(0))):
         for count in (-1, float("inf"), float("nan"), torch.ones(2), "many"):
-            refused(lambda count=count: hvd.weight_loss(count), "must be a number")
+            expect_error(lambda count=count: hvd.weight_loss(count), "must be a number")
         hvd.weight_loss(3)
-        refused(hvd.no_sync, "cannot be combined with no_sync")
+        expect_error(hvd.no_sync, "cannot be combined with no_sync")
         backward()
-        refused(backward, "weighs one backward pass")
+        expect_error(backward, "weighs one backward pass")
     shards, optimizer, backward = trained()
     with shards.step(next(shards.parts(0))):
         hvd.weight_loss(3)
@@ -180,20 +172,20 @@ def check_misuse() -> None:
         optimizer.zero_grad()
         backward()
         hvd.weight_loss(3)
-        refused(backward, "weighted and unweighted")
+        expect_error(backward, "weighted and unweighted")
     shards, optimizer, backward = trained()
     with shards.step(next(shards.parts(0))):
         hvd.weight_loss(3)
         backward()
     with shards.step(next(shards.parts(0))):
-        refused(backward, "weighted and unweighted")
+        expect_error(backward, "weighted and unweighted")
     if world.size > 1:
         shards, optimizer, backward = trained()
         with shards.step(next(shards.parts(0))):
             with hvd.no_sync():
                 backward()
             hvd.weight_loss(3)
-            refused(backward, "weighted and unweighted")
+            expect_error(backward, "weighted and unweighted")
 
 
 def check_total() -> None:
@@ -232,3 +224,4 @@ def check_total() -> None:
 check_equality()
 check_total()
 check_misuse()
+Path(sys.argv[2], f"{world.rank}-of-{world.size}").touch()
