@@ -15,10 +15,12 @@ from hvdtrain.system.runtime.waits import Waits
 SIZE = 16  # a parameter that fills its place in a bucket
 
 
-def rank(weight: float) -> Any:
+def rank(weight: float | None) -> Any:
     """What the sums need of an adapter."""
     flags = Flags(stop=False, saving=False)
-    return SimpleNamespace(part_weight=weight, flags=flags, waits=Waits(0, []), parts_begun=0)
+    return SimpleNamespace(
+        loss_weight=weight, pass_weight=None, flags=flags, waits=Waits(0, []), parts_begun=0
+    )
 
 
 class LateSum:
@@ -79,7 +81,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mine: float, remote: floa
 
 
 def test_a_stand_in_counts_nothing_even_if_its_loss_is_nan() -> None:
-    parameter, optimizer, scaler, _ = torch_step(mine=np.nan, remote=2.0, weight=0.0)
+    parameter, optimizer, scaler, _ = torch_step(mine=np.nan, remote=2.0, weight=None)
     scaler.step(optimizer)
     assert parameter.tolist() == [-2.0] * SIZE
 

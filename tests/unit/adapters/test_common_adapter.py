@@ -148,9 +148,9 @@ def test_metrics_over_all_ranks_with_uneven_and_empty_shares(on_ranks: Any) -> N
 def test_the_part_in_hand_gives_the_weight(on_ranks: Any) -> None:
     def act(communicator: Communicator) -> list[float]:
         adapter = ArrayAdapter(communicator)
-        assert adapter.part_weight == 1 / 3  # no shards: all ranks count the same
+        assert adapter.loss_weight == 1 / 3  # no shards: all ranks count the same
         shards = adapter.shard_data(10, global_batch=4)
-        return [adapter.part_weight for _ in shards.epoch(0)]
+        return [adapter.loss_weight for _ in shards.epoch(0)]
 
     # 4, 4 and 2 samples for three ranks: parts of 2, 1, 1 and of 1, 1, 0.
     assert on_ranks(3, act) == [[0.5, 0.5, 0.5], [0.25, 0.25, 0.5], [0.25, 0.25, 0.0]]
