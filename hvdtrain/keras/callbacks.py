@@ -144,6 +144,8 @@ class MetricAverageCallback(ModelCallback):
             self.model.reset_metrics = self._reset_metrics
 
     def _end(self) -> None:
+        if self.adapter.world.size > 1:
+            self.model.test_step.together.assign(False)
         for name in ("get_metrics_result", "reset_metrics"):
             if name in vars(self.model):
                 delattr(self.model, name)
@@ -180,6 +182,15 @@ class MetricAverageCallback(ModelCallback):
         if self.adapter.world.size > 1 and reduction is not None:
             note_samples(reduction)
             self._statistics.enter_context(self.adapter.averaged_buffers(self.model))
+            self.model.test_step.together.assign(self._same_batches())
+
+    def _same_batches(self) -> bool:
+        """Return whether all ranks have the same, known, number of batches in a validation."""
+        of_fit = getattr(self.model, "_eval_epoch_iterator", None)
+        mine = of_fit.num_batches if of_fit else self.params.get("steps")
+        with self.adapter.waits.during("MetricAverageCallback"):
+            numbers = set(self.adapter.communicator.gather_json(mine and int(mine)))
+        return len(numbers) == 1 and None not in numbers
 
     on_test_batch_begin = on_train_batch_begin
 

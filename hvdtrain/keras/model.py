@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -21,6 +21,7 @@ from hvdtrain.adapters.tensorflow.buckets import distribute, reduction_of, undis
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import session
 from hvdtrain.keras.data import Logs, begin_epoch
+from hvdtrain.keras.losses import corrected
 from hvdtrain.keras.optimizer import StepSum, counted
 
 
@@ -46,8 +47,9 @@ def prepare(model: Any) -> None:
     if not hasattr(model.train_step, "seen"):
         with tf.device("/CPU:0"):
             seen = tf.Variable(0, dtype=tf.int64, trainable=False, name="seen")
+            together = tf.Variable(False, trainable=False, name="together")
         model.train_step = _counting(model, model.train_step, seen)
-        model.test_step = _weighing(model, model.test_step, seen)
+        model.test_step = _weighing(model, model.test_step, seen, together)
         model.train_function = model.test_function = None
 
 
@@ -188,24 +190,54 @@ def _counting(model: Any, original: Any, seen: Any) -> Any:
                 reduction.begin()
         count = _count(data)
         seen.assign_add(tf.cast(count, tf.int64))
-        with counted(reductions, count) as share, _means_weighted(share), _uncounted(model, count):
+        with (
+            counted(reductions, count) as share,
+            _corrected(model, original, count),
+            _means_weighted(share),
+            _uncounted(model, count),
+        ):
             return original(_filled(data, count))
 
     train_step.seen = seen  # type: ignore[attr-defined]
     return train_step
 
 
-def _weighing(model: Any, original: Any, seen: Any) -> Any:
-    """Return a ``test_step`` whose means are over samples, not over batches."""
+def _weighing(model: Any, original: Any, seen: Any, together: Any) -> Any:
+    """Return a ``test_step`` whose means are over samples, not over batches.
+
+    Those of losses are over all ranks, batch by batch, while ``together`` is true: the ranks have
+    the same number of batches.
+    """
 
     @functools.wraps(original)
     def test_step(data: Any) -> Any:
         count = _count(data)
         seen.assign_add(tf.cast(count, tf.int64))
-        with _means_weighted(tf.cast(count, tf.float64)), _uncounted(model, count):
+        with (
+            _corrected(model, original, count, together),
+            _means_weighted(tf.cast(count, tf.float64)),
+            _uncounted(model, count),
+        ):
             return original(_filled(data, count))
 
+    test_step.together = together  # type: ignore[attr-defined]
     return test_step
+
+
+def _corrected(
+    model: Any, step: Any, count: Any, together: Any = None
+) -> AbstractContextManager[None]:
+    """Return the correction of the losses of a ``step``, unless the ranks are to be added up."""
+    reductions = step_sums(model)
+    if not reductions or not all(reduction.average for reduction in reductions):
+        return nullcontext()
+    keras_steps = (keras.Model.train_step, keras.Model.test_step)
+    # Code of the user may divide a sum by the samples of this rank.
+    sums = (
+        getattr(step, "__func__", None) in keras_steps
+        and type(model).compute_loss is keras.Model.compute_loss
+    )
+    return corrected(reductions[0], count, sums=sums, together=together)
 
 
 def _count(data: Any) -> Any:

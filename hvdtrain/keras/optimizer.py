@@ -116,6 +116,18 @@ class StepSum(GradientReduction):
             small, context = self.compression.compress(flat)
             return self.compression.decompress(sum_tensor(small, name), context)
 
+    def exchange(self, numbers: Any, name: str) -> Any:
+        """Return the sums of a vector of ``numbers`` over the ranks, in full precision."""
+        if self.buckets.traced_calls not in (traced := self.adapter.waits.traced):
+            traced.append(self.buckets.traced_calls)
+        # It depends on the previous messages of this name, so that no two overlap, and on a
+        # variable, so that TensorFlow does not treat it as a constant.
+        sum_tensor = self.adapter.strategy.sum_tensor
+        total = self.buckets.exchange(numbers + self.nothing, name, sum_tensor)
+        with tf.control_dependencies([total]):
+            self.nothing.assign(0.0)
+        return total
+
     def begin(self) -> None:
         """Run the deferred action before the first update, outside of the current trace."""
         begin, self.before_first = self.before_first, None
@@ -152,17 +164,10 @@ def counted(reductions: Sequence[StepSum], count: Any) -> Iterator[Any]:
         reduction.last.assign(tf.cast(count, tf.int64))
         reduction.samples.assign_add(reduction.last)
     if reductions:
-        # It depends on the previous updates, so that no two overlap, and on variables, so that
-        # TensorFlow does not treat it as a constant.
+        # It depends on the previous updates of all optimizers.
         mine = tf.add_n([tf.cast(count, tf.float64), *(each.nothing for each in reductions)])
         first, wanted = reductions[0], reductions[0].stop[0]
-        if first.buckets.traced_calls not in (traced := first.adapter.waits.traced):
-            traced.append(first.buckets.traced_calls)
-        with tf.control_dependencies([mine]):
-            first.buckets.begun.assign_add(1)
-        total = first.adapter.strategy.sum_tensor(tf.stack([mine, wanted]), f"{first.name}.samples")
-        with tf.control_dependencies([total]):
-            first.buckets.done.assign_add(1)
+        total = first.exchange(tf.stack([mine, wanted]), "samples")
         share = tf.math.divide_no_nan(mine, total[0])
         first.stop.assign(tf.stack([wanted, total[1]]))
     _in_step = True

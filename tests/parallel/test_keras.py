@@ -34,6 +34,12 @@ def test_fit_is_that_of_one_process(number: int, tmp_path: Path) -> None:
     run_script(number, "keras_fit.py", *words, folder=tmp_path, framework="tensorflow")
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_losses_that_are_no_means_over_samples(number: int, tmp_path: Path) -> None:
+    """Masks, ignored classes, weights and sums, also of several outputs, and in a validation."""
+    run_script(number, "keras_losses.py", str(tmp_path), folder=tmp_path, framework="tensorflow")
+
+
 def test_horovods_own_wrapper_trains_two_models(tmp_path: Path) -> None:
     """With ``horovod.tensorflow.keras`` the weights go apart: why this package is there."""
     run_script(2, "keras_horovod.py", str(tmp_path), folder=tmp_path, framework="tensorflow")

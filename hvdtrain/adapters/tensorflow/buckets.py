@@ -175,21 +175,21 @@ class Buckets(GradientReduction):
         count = self.loss_weights.get()
         mine = tf.where(self.weight > 0, count, np.float64(0))  # any count of a stand-in is 0
         counted = count != NONE
-        total = tf.cond(counted, lambda: self.exchange(mine, "loss_count"), lambda: count)
+        total = tf.cond(counted, lambda: self.exchange(mine[None], "loss_count")[0], lambda: count)
         self.loss_weights.clear(total)
         share = tf.math.divide_no_nan(mine, total)
         if weight is None:
             share, weight = tf.math.divide_no_nan(share, self.weight), np.float64(1)
         return tf.where(counted, share, weight), total
 
-    def exchange(self, value: Any, name: str) -> Any:
-        """Return the sum of a number or a vector over the ranks, in a message of its own."""
-        with tf.control_dependencies([value]):
+    def exchange(self, numbers: Any, name: str, reduce: Reduce | None = None) -> Any:
+        """Return the sums of a vector of ``numbers`` over the ranks, in a message of its own."""
+        with tf.control_dependencies([numbers]):
             self.begun.assign_add(1)
-        total = self.reduce(tf.reshape(value, [-1]), f"{self.name}.{name}")
+        total = (reduce or self.reduce)(numbers, f"{self.name}.{name}")
         with tf.control_dependencies([total]):
             self.done.assign_add(1)
-        return tf.reshape(total, value.shape)
+        return total
 
     def _sum(self, gradients: Sequence[Any], variables: Sequence[Any], weight: Any) -> list[Any]:
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
