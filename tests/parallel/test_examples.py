@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,27 @@ def test_a_recipe_is_the_same_at_1_2_and_3_ranks(heading: str, tmp_path: Path) -
     else:
         script = exact(pages.own_script_with_cycle(), 3, 0, DATA | {"0.1 * world.size": "0.1"})
     assert_equal(*(weights(script, number, tmp_path / str(number)) for number in (1, 2, 3)))
+
+
+WEIGHTED = """
+shards = hvd.shard_data(11, global_batch=4)
+for part in shards.epoch(0):
+    x = torch.stack([tokens[i : i + 5] for i in part.indices], 1)
+    y = torch.where(x > torch.as_tensor(part.indices) % 4, x, -100)
+    output, y = model(x)[0].flatten(0, 1), y.flatten()
+    optimizer.zero_grad()
+{recipe}
+    optimizer.step()
+"""
+
+
+def test_a_loss_over_tokens_is_the_same_at_1_2_and_3_ranks(tmp_path: Path) -> None:
+    recipe = textwrap.indent(pages.recipe("A loss over tokens, pixels or boxes"), "    ")
+    script = HEAD + START + WEIGHTED.format(recipe=recipe) + SAVE
+    one, *others = (weights(script, number, tmp_path / str(number)) for number in (1, 2, 3))
+    assert_equal(one, *others)
+    unweighted = script.replace("hvd.weight_loss", "id")
+    assert difference(one, weights(unweighted, 2, tmp_path / "unweighted")) > 1e-3
 
 
 DOWNLOAD = """
