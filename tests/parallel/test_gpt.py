@@ -46,6 +46,9 @@ LOOP = f"""{SCRIPT}
 gpt.torch.set_default_dtype(gpt.torch.float64)
 gpt.main()
 """
+TASK = f"""{SCRIPT}
+from gpt_task import task
+"""
 
 
 @pytest.fixture
@@ -124,9 +127,9 @@ def test_one_rank_is_a_plain_loop_without_padding(expected: Training, gpt: Modul
 def test_the_loop_is_that_of_one_rank(strategy: str, expected: Training, tmp_path: Path) -> None:
     """At 2 ranks, and resumed by another strategy at 3, within an epoch."""
     two = loop(2, strategy, tmp_path / "2")
-    other = STRATEGIES[STRATEGIES.index(strategy) - 1]
     cut = two.folder / "checkpoints" / f"step-{CUT:09d}"
-    for training in (two, loop(3, other, tmp_path / "3", cut)):
+    three = loop(3, STRATEGIES[STRATEGIES.index(strategy) - 1], tmp_path / "3", cut)
+    for training in (two, three):
         assert metrics(training) == pytest.approx(metrics(expected), rel=1e-9)
         assert_close(training, expected, 1e-9)
         assert training.outcome.out.splitlines()[-1] == expected.outcome.out.splitlines()[-1]
@@ -138,3 +141,41 @@ def test_resumed_is_bit_equal(tmp_path: Path) -> None:
     assert metrics(resumed) == metrics(uncut)
     assert difference(resumed.tensors(), uncut.tensors()) == 0
     assert "update 16:" in resumed.outcome.out and "update 8:" not in resumed.outcome.out
+
+
+RECIPE = [
+    *("--epochs=3", "--global-batch-size=10", "--accumulate-steps=2", "--clip-norm=1"),
+    *("--optimizer=adamw", "--lr=0.003", "--lr-scaling=none", "--lr-schedule=cosine"),
+    *("--warmup-epochs=0.5", "--precision=fp64"),
+]
+
+
+def trained(number: int, strategy: str, folder: Path, *options: str) -> Training:
+    """Train the task on ``number`` ranks, in double precision."""
+    folder.mkdir(exist_ok=True)
+    (folder / "small_task.py").write_text(TASK)
+    files = ("--summary=summary.json", "--checkpoint-dir=checkpoints")
+    line = ("-m", "hvdtrain.train", "small_task.py", *RECIPE, *files, f"--strategy={strategy}")
+    return Training(resident.ranks(number, *line, *options, cwd=folder, code=0), folder)
+
+
+@pytest.fixture(scope="module")
+def expected_task(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """The task on one rank."""
+    return trained(1, "horovod", tmp_path_factory.mktemp("task") / "one")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_task_is_that_of_one_rank(
+    strategy: str, expected_task: Training, tmp_path: Path
+) -> None:
+    """At 2 ranks until the second epoch, then by another strategy at 3."""
+    trained(2, strategy, tmp_path, "--num-steps=8")
+    continued = trained(3, STRATEGIES[STRATEGIES.index(strategy) - 1], tmp_path)
+    found, one = continued.summary, expected_task.summary
+    assert found["world_size"] == 3 and found["steps_completed"] == one["steps_completed"] == 18
+    assert found["eval_metrics"] == pytest.approx(one["eval_metrics"], rel=1e-9)
+    assert found["eval_metrics"] == pytest.approx({"perplexity": math.exp(one["eval_loss"])})
+    for key in ("parameter_norm", "train_loss", "eval_loss"):
+        assert found[key] == pytest.approx(one[key], rel=1e-9)
+    assert_close(continued, expected_task, 1e-9)
