@@ -87,6 +87,15 @@ def own_script_with_augmentation() -> str:
     return _put(script, r" +data = TensorDataset.*\n", "data = Drawn()\n")
 
 
+def own_script_with_rows(file: str) -> str:
+    """Return the script of docs/own.md with samples that are read from ``file``."""
+    rows = recipe("A file read sample by sample") + "\n\n"
+    script = _put(own_script(), r"import torch\n", "import functools\nimport h5py\n", keep=True)
+    script = _put(script, r"def main\(\):\n", rows + "def main():\n")
+    # The random numbers of the data are drawn, too: the model's are then the same.
+    return _put(script, r" +data = TensorDataset.*\n", f"data = Rows({file!r})\n", keep=True)
+
+
 def _pieces(block: str) -> list[str]:
     """Return the parts of a block; each begins with a comment on its position."""
     return re.split(r"^#.*\n", block, flags=re.MULTILINE)[1:]

@@ -101,7 +101,7 @@ def test_all_that_the_page_puts_into_a_loop_is_the_same_at_1_2_and_3_ranks(tmp_p
 
 def weights(script: str, number: int, folder: Path, *, fresh: bool = False) -> Weights:
     """Run a script of the page on ``number`` ranks; return the weights of its last checkpoint."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "own.py").write_text(script)
     (ranks if fresh else resident.ranks)(number, "own.py", cwd=folder, code=0)
     newest = sorted((folder / "own-checkpoints").glob("step-*"))[-1]
@@ -161,7 +161,7 @@ model, optimizer = hvd.distribute_optimizer(model, optimizer)
 hvd.broadcast_state(model, optimizer)
 """
 TRAIN = """
-for rows in itertools.islice({rows}, 8):
+for rows in itertools.islice(map(windows, shards.epoch(0)), 8):
     x, y = (tensor.T for tensor in rows)
     optimizer.zero_grad()
     cross_entropy(model(x)[0].flatten(0, 1), y.flatten()).backward()
@@ -170,16 +170,8 @@ for rows in itertools.islice({rows}, 8):
 SAVE = """
 hvd.save_checkpoint("own-checkpoints", model, optimizer, state={"step": 1})
 """
-PAIRS = "((tokens[i : i + 5], tokens[i + 1 : i + 6]) for i in range(50))"
 RECIPES = {  # by heading: what comes before and after it
-    "Random windows of a text": (
-        "block, batch = 5, 6\n",
-        START + TRAIN.format(rows="map(windows, shards.epoch(0))"),
-    ),
-    "Streams": (
-        "",
-        START + TRAIN.format(rows=f"of_this_rank({PAIRS}, 6 // world.size)"),
-    ),
+    "Random windows of a text": ("block, batch = 5, 6\n", START + TRAIN),
     "A hidden state along batches": (
         f"{START}columns, length = tokens[:54].reshape(6, 9).T, 3\n",
         "",
@@ -216,6 +208,56 @@ def test_a_loss_over_tokens_is_the_same_at_1_2_and_3_ranks(tmp_path: Path) -> No
     assert_equal(one, *others)
     unweighted = script.replace("hvd.weight_loss", "id")
     assert difference(one, weights(unweighted, 2, tmp_path / "unweighted")) > 1e-3
+
+
+STREAM = """
+state = hvd.resume("own-checkpoints", model, optimizer)
+consumed = state["consumed"] if state else 0
+stream = ((tokens[i : i + 5], tokens[i + 1 : i + 6]) for i in range(50))
+for rows, count, consumed in itertools.islice(of_this_rank(stream, 7, consumed), BATCHES):
+    x, y = (tensor.T for tensor in rows)
+    optimizer.zero_grad()
+    loss = cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+    hvd.weight_loss(count)
+    loss.backward()
+    optimizer.step()
+state = {"step": consumed, "consumed": consumed}
+hvd.save_checkpoint("own-checkpoints", model, optimizer, state=state)
+"""
+
+
+def test_a_stream_is_the_same_at_1_2_and_3_ranks_and_continued(tmp_path: Path) -> None:
+    """Of 50 samples in batches of 7: the last one is a single sample."""
+    script = HEAD + pages.recipe("Streams") + START + STREAM
+    some, rest = (script.replace("BATCHES", text) for text in ("3", "None"))
+    weights(some, 2, tmp_path / "cut")
+    continued = weights(rest, 3, tmp_path / "cut")
+    whole = [weights(rest, number, tmp_path / str(number)) for number in (1, 2, 3)]
+    assert_equal(continued, *whole)
+    saved = {path.name for path in tmp_path.glob("*/own-checkpoints/step-*")}
+    assert saved == {"step-000000021", "step-000000050"}
+
+
+@pytest.mark.parametrize("kind", ["hdf5", "npy"])
+def test_a_file_is_read_sample_by_sample(kind: str, tmp_path: Path) -> None:
+    """By workers, too; as the same data in memory."""
+    torch.manual_seed(0)
+    x, y = torch.randn(391, 8, dtype=torch.float64).numpy(), torch.randint(3, (391,)).numpy()
+    script = exact(pages.own_script_with_rows(str(tmp_path / "data")), 2, 0, DATA)
+    if kind == "hdf5":
+        with pytest.importorskip("h5py").File(tmp_path / "data", "w") as file:
+            file["x"], file["y"] = x, y
+    else:
+        rows = np.zeros(391, [("x", "f8", 8), ("y", "i8")])
+        rows["x"], rows["y"] = x, y
+        with (tmp_path / "data").open("wb") as stream:
+            np.save(stream, rows)
+        script = script.replace("h5py.File(path)", 'np.load(path, mmap_mode="c")')
+        script = script.replace("import h5py", "import numpy as np")
+    in_memory = weights(exact(pages.own_script(), 2, 0, DATA), 1, tmp_path / "1")
+    read = weights(script, 3, tmp_path / "3")
+    by_workers = script.replace("num_workers=0", "num_workers=1")
+    assert_equal(in_memory, read, weights(by_workers, 2, tmp_path / "2", fresh=True))
 
 
 DOWNLOAD = """
