@@ -27,6 +27,10 @@ ENDS = {
     "exit": (1, ENDED),
     "hook": (1, ENDED),
     "save": (1, f"{UNEQUAL}rank 0 on {HERE} in save_checkpoint, {LAST} at the end of the program"),
+    "weight": (
+        1,
+        f"{UNEQUAL}rank 0 on {HERE} {THE_SUM}, {LAST} in the sum of the weights of the losses",
+    ),
     "buffers": (1, f"{UNEQUAL}rank 0 on {HERE} in average_metrics, {LAST} {THE_SUM}"),
 }
 SOME = [

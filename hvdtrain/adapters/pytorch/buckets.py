@@ -250,8 +250,8 @@ class Buckets(GradientSums):
         self._sum(self.adapter.parts_begun % STEP)
         self.accumulation.end(self._all_parameters())
 
-    def _all_parameters(self) -> list[torch.nn.Parameter]:
-        return [value for bucket in self.buckets for value in bucket.parameters]
+    def _all_parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (value for bucket in self.buckets for value in bucket.parameters)
 
     def _sum(self, moment: int) -> None:
         """Sum all gradients as they are over the ranks, times the weights of their parts."""
@@ -338,7 +338,8 @@ class BucketStrategy(TorchStrategy):
     @override
     def start_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         if self._scalars is None:
-            self._scalars = self.open_sums()
+            with self.adapter.waits.during(WEIGHTS):
+                self._scalars = self.open_sums()
         sums = self._scalars
         handle = sums.start(values, "weights")
 

@@ -321,7 +321,8 @@ class ProcessGroupStrategy(TorchStrategy):
         """The process group of ``start_sum``; a gradient's sum of another rank is not mistaken."""
         from hvdtrain.collectives.torch_distributed import FOREVER
 
-        return dist.new_group(timeout=FOREVER)
+        with self.adapter.waits.during(WEIGHTS):
+            return dist.new_group(timeout=FOREVER)
 
 
 def once_per_step(hook: Callable[..., Any]) -> Callable[..., Any]:

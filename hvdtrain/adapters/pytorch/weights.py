@@ -160,7 +160,7 @@ class Accumulation:
         if not self._is_open:
             return
         assert self._weight is not None
-        self._is_open, total = False, self._weight.total
+        self._is_open, total, parameters = False, self._weight.total, list(parameters)
         if self._total is not None:
             self._total = self._total + total
             share = _quotient(total, self._total)
