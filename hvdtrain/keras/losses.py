@@ -36,20 +36,26 @@ def corrected(step_sum: StepSum, count: Any, *, sums: bool, together: Any = None
     """
     original, numbers = keras_loss.reduce_weighted_values, itertools.count()
 
+    def sum_over_ranks(mine: Any) -> Any:
+        name = f"loss.{next(numbers)}"
+        if together is None:
+            return step_sum.exchange(mine, name)
+        return tf.cond(together, lambda: step_sum.exchange(mine, name), lambda: mine)
+
     def reduce(
-        values: Any, sample_weight: Any = None, mask: Any = None, reduction: Any = None, **more: Any
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        **more: Any,
     ) -> Any:
         loss = original(values, sample_weight, mask, reduction, **more)
-        divisor = _divisor(sample_weight, mask, reduction)
-        if divisor is None or not len(values.shape) or (reduction == SUM and not sums):
+        divisor = _divisor(values, sample_weight, mask, reduction)
+        if divisor is None or (reduction == SUM and not sums):
             return loss
         mine = tf.stack([tf.cast(divisor, tf.float64), tf.cast(count, tf.float64)])
         mine = tf.stop_gradient(tf.where(count > 0, mine, np.float64(0)))
-        name = f"loss.{next(numbers)}"
-        if together is None:
-            total = step_sum.exchange(mine, name)
-        else:
-            total = tf.cond(together, lambda: step_sum.exchange(mine, name), lambda: mine)
+        total = sum_over_ranks(mine)
         factor = tf.math.divide_no_nan(total[1], mine[1])
         if reduction != SUM:
             factor *= tf.math.divide_no_nan(mine[0], total[0])
@@ -62,9 +68,9 @@ def corrected(step_sum: StepSum, count: Any, *, sums: bool, together: Any = None
         keras_loss.reduce_weighted_values = original
 
 
-def _divisor(sample_weight: Any, mask: Any, reduction: Any) -> Any:
-    """Return what Keras divides a loss by, or 0 if it is a sum; None: its number of samples."""
-    if reduction in NONE:
+def _divisor(values: Any, sample_weight: Any, mask: Any, reduction: str | None) -> Any:
+    """Return what Keras divides ``values`` by, or 0 if it sums them; None: by their number."""
+    if reduction in NONE or not len(getattr(values, "shape", ())):  # which it leaves as they are
         return None
     if reduction == SUM:
         return 0.0

@@ -5,6 +5,10 @@ before TensorFlow computes anything: threads and GPUs cannot be changed once its
 A gradient of None counts as zeros, since other ranks may have one: so exclude a variable that the
 loss does not use from a ``weight_decay``.
 
+Call ``weight_loss`` once before each ``apply``, in the ``tf.function`` of the step or outside of
+it, with a tensor if the count depends on the batch. No function with ``apply`` may have been called
+before its first call. With ``gradient_accumulation_steps`` weigh all passes or none.
+
 For ``model.fit`` use ``hvdtrain.keras``. With ``distribute_optimizer`` alone ``fit`` trains on the
 global batch, too, but reads ahead and does not report the current part, so all ranks have the same
 weight: use batches of equal size on all ranks, and on a GPU pass ``jit_compile=False``, since XLA
