@@ -34,7 +34,7 @@ def test_fit_is_that_of_one_process(number: int, tmp_path: Path) -> None:
     run_script(number, "keras_fit.py", *words, folder=tmp_path, framework="tensorflow")
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3] if LONG else [3])
 def test_losses_that_are_no_means_over_samples(number: int, tmp_path: Path) -> None:
     """Masks, ignored classes, weights and sums, also of several outputs, and in a validation."""
     run_script(number, "keras_losses.py", str(tmp_path), folder=tmp_path, framework="tensorflow")
