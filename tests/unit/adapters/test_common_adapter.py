@@ -146,14 +146,26 @@ def test_metrics_over_all_ranks_with_uneven_and_empty_shares(on_ranks: Any) -> N
 
 
 def test_the_part_in_hand_gives_the_weight(on_ranks: Any) -> None:
-    def act(communicator: Communicator) -> list[float]:
+    def act(communicator: Communicator) -> list[float | None]:
         adapter = ArrayAdapter(communicator)
         assert adapter.loss_weight == 1 / 3  # no shards: all ranks count the same
         shards = adapter.shard_data(10, global_batch=4)
         return [adapter.loss_weight for _ in shards.epoch(0)]
 
     # 4, 4 and 2 samples for three ranks: parts of 2, 1, 1 and of 1, 1, 0.
-    assert on_ranks(3, act) == [[0.5, 0.5, 0.5], [0.25, 0.25, 0.5], [0.25, 0.25, 0.0]]
+    assert on_ranks(3, act) == [[0.5, 0.5, 0.5], [0.25, 0.25, 0.5], [0.25, 0.25, None]]
+
+
+def test_sums_over_all_ranks_are_without_stand_ins(on_ranks: Any) -> None:
+    def act(communicator: Communicator) -> list[dict[str, float]]:
+        adapter = ArrayAdapter(communicator)
+        shards = adapter.shard_data(5, global_batch=4)
+        totals = [adapter.total(tokens=7, passes=1) for _ in shards.epoch(0)]
+        return [*totals, adapter.total(tokens=7, passes=1)]
+
+    # Of the fifth sample, two of three ranks have a stand-in.
+    expected = [{"tokens": 7.0 * ranks, "passes": float(ranks)} for ranks in (3, 1, 3)]
+    assert on_ranks(3, act) == [expected] * 3
 
 
 def test_different_data_of_the_same_size_is_reported(on_ranks: Any) -> None:

@@ -35,26 +35,26 @@ class NumbersTask:
         """Yield the batches of the test set."""
         return (Batch(indices, indices) for indices in batches)
 
-    def evaluate(self, batch: Batch, metrics: Any) -> float:
-        """Note the size of the batch, and return the sum of its losses."""
+    def evaluate(self, batch: Batch, metrics: Any) -> tuple[float, float]:
+        """Note the size of the batch, and return the sums of its losses and weights."""
         self.sizes.append(batch.count)
         for metric in metrics:
             metric.update(batch, batch.x.astype(np.float64))
-        return float(batch.x.sum())
+        return float(batch.x.sum()), float(batch.count)
 
 
 def evaluated(task: Any, communicator: Communicator, global_batch: int) -> dict[str, float] | None:
     rank, size = communicator.rank, communicator.size
 
-    def average(count: int, loss: float) -> Any:
-        total, seen = communicator.sum(np.array([loss, count]))
-        return {"loss": total / seen}, int(seen)
+    def total(**numbers: float) -> dict[str, float]:
+        sums = communicator.sum(np.array([*numbers.values()]))
+        return dict(zip(numbers, sums.tolist(), strict=True))
 
     adapter: Any = SimpleNamespace(
         world=World(rank, size, rank, size, "h", 1),
         strategy=SimpleNamespace(evaluates_together=False),
         averaged_buffers=nullcontext,
-        average_metrics=average,
+        total=total,
         communicator=communicator,
     )
     return evaluate(adapter, task, global_batch)
