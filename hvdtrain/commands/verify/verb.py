@@ -35,7 +35,7 @@ EPILOG = """example:
   hvdtrain verify -n 4           start 4 ranks and verify the eight steps
   mpirun -n 4 hvdtrain verify    the ranks that mpirun started verify themselves
   hvdtrain verify -n 2 --script train.py -- --epochs 1
-                                 verify your own Horovod script
+                                 verify your own script of Horovod or torch.distributed
 
 without -n: all slots of the batch job; outside a batch job, this process only
 """
@@ -60,7 +60,9 @@ class VerifyOptions:
         metavar=f"{{{','.join(PACKAGES)}}}",
     )
     strategy: str | None = optional("strategy, as for the trainers (default: horovod)")
-    script: Path | None = optional("Horovod script to verify instead", Path, metavar="FILE")
+    script: Path | None = optional(
+        "script of Horovod or torch.distributed to verify", Path, metavar="FILE"
+    )
     updates: int | str | None = optional(
         f"with --script: number of updates before it is ended, or `all` (default: {UPDATES})",
         update_limit,

@@ -1,4 +1,4 @@
-"""Watch an unmodified Horovod script, and report the same eight rows.
+"""Watch an unmodified script of Horovod or torch.distributed, and report the same eight rows.
 
 ``python -m`` this package runs the script on a rank with some functions of Horovod and the
 frameworks wrapped to record their arguments and results. Nothing else is changed, except that XLA

@@ -8,16 +8,23 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.commands.verify import STALLED
 from hvdtrain.commands.verify.hooks import AfterImport, on_write
-from hvdtrain.commands.verify.script import watch_horovod, watch_tensorflow, watch_torch
+from hvdtrain.commands.verify.script import (
+    watch_distributed,
+    watch_horovod,
+    watch_tensorflow,
+    watch_torch,
+)
 from hvdtrain.commands.verify.script.record import ScriptRecorder
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
+from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import set_defaults
 
-# Modules that distribute a script without Horovod.
+# Modules that distribute a script, and are not watched.
 OTHERS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "mpi4py")
 MAX_LENGTH = 300  # characters of an error
 
@@ -28,11 +35,14 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--updates", type=int)
     parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--master", metavar="HOST:PORT")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     recorder = ScriptRecorder(options.folder, options.updates, Path(options.script))
     set_defaults(STALLED)
+    if options.master:
+        set_defaults(torchrun_variables(options.master))
     watch(recorder, fresh=options.fresh)
     sys.argv = [options.script, *options.arguments]
     script = os.path.abspath(options.script)  # noqa: PTH100 (as Python's: not resolved)
@@ -40,12 +50,14 @@ def main() -> int:
     code = EXIT_OK
     recorder.write()  # marks this rank as started, however it ends
     try:
-        runpy.run_path(script, run_name="__main__")
+        recorder.kept.append(runpy.run_path(script, run_name="__main__"))
         recorder.record.ended = "its own end"
     except SystemExit as stop:
+        recorder.kept.append(stop)
         code = stop.code if isinstance(stop.code, int) else EXIT_FAILURE if stop.code else EXIT_OK
         recorder.record.ended = recorder.record.ended or f"exit code {code}"
     except BaseException as error:
+        recorder.kept.append(error)
         traceback.print_exc()
         code = EXIT_FAILURE
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -56,6 +68,22 @@ def main() -> int:
     recorder.record.library = next(imported, recorder.record.library)
     recorder.finish()
     return code
+
+
+def torchrun_variables(master: str) -> dict[str, str]:
+    """Return the variables by which torchrun, or a job script, starts this rank.
+
+    ``master`` is host and port of the rendezvous.
+    """
+    launch, (host, _, port) = detect(os.environ), master.rpartition(":")
+    return {
+        "RANK": str(launch.rank),
+        "WORLD_SIZE": str(launch.size),
+        "LOCAL_RANK": str(launch.local_rank),
+        "LOCAL_WORLD_SIZE": str(launch.local_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
 
 
 def _line(error: BaseException, script: str) -> str:
@@ -74,9 +102,16 @@ def watch(recorder: ScriptRecorder, *, fresh: bool) -> None:
     """
     horovod = watch_horovod.HorovodWatch(recorder)
     tensorflow = watch_tensorflow.TensorFlowWatch(recorder)
+    groups = watch_distributed.DistributedWatch(recorder)
+
+    def pytorch(torch: Any) -> None:
+        watch_torch.watch(torch, recorder)
+        groups.watch(torch)
+
     AfterImport(
         {
-            "torch": lambda torch: watch_torch.watch(torch, recorder),
+            "torch": pytorch,
+            "torch.distributed.fsdp": groups.shards,
             "tensorflow": tensorflow.tensorflow,
             "keras": tensorflow.keras,
             "horovod.torch.mpi_ops": horovod.operations,

@@ -21,6 +21,7 @@ from hvdtrain.commands.verify.script.record import (
     AVERAGED,
     OURS,
     SAME,
+    TO_ONE,
     MetricReduction,
     Record,
     Records,
@@ -30,7 +31,8 @@ from hvdtrain.system.output.text import plural, rank_list
 
 MAX_SHARED = 3  # samples that two ranks may share by chance: data have duplicates, samplers pad
 ADASUM = "Adasum combines the ranks' steps by another rule, at the learning rate of one rank"
-NO_INIT = "Horovod has not been initialized"  # Horovod's message
+# Messages of Horovod and of PyTorch.
+NO_INIT = ("Horovod has not been initialized", "Default process group has not been initialized")
 EXPECTED = 5.0  # samples expected on several ranks if they were drawn without shards
 COVERED = 0.9  # of the samples of a run on one rank: incomplete batches may be dropped
 
@@ -55,17 +57,20 @@ def rows(records: Records, single_rank: Record | None = None) -> list[StepRow]:
 
 
 def world(records: Records) -> StepRow:
-    """Judge step 1: Horovod's world is the launcher's."""
+    """Judge step 1: the world of Horovod or torch.distributed is the launcher's."""
     started = records[0].started
     launch = f"{records[0].launcher} started {started}" if started > 1 else "one process"
     without = [rank for rank, record in enumerate(records) if record.world is None]
+    by_torch = any(record.distributed for record in records)
+    call = "init_process_group()" if by_torch else "hvd.init()"
     # If the ranks fail together, mpirun may kill one before it has recorded the error.
-    if any(NO_INIT in (records[rank].ended or "") for rank in without):
-        return row(1, False, f"{launch}, and hvd.init() was not called before Horovod was used")
+    if any(words in (records[rank].ended or "") for rank in without for words in NO_INIT):
+        library = "torch.distributed" if by_torch else "Horovod"
+        return row(1, False, f"{launch}, and {call} was not called before {library} was used")
     if without:
         if started == 1 or not all(records[rank].updates for rank in without):
-            return not_seen(1, f"hvd.init() was not reached on {rank_list(without)}")
-        return row(1, False, f"hvd.init() was not called on {rank_list(without)}; {launch}")
+            return not_seen(1, f"{call} was not reached on {rank_list(without)}")
+        return row(1, False, f"{call} was not called on {rank_list(without)}; {launch}")
     hosts = [f"{record.host} " for record in records]
     facts = []
     for rank, record in enumerate(records):
@@ -118,7 +123,9 @@ def shards(records: Records, single_rank: Record | None) -> StepRow:
     if shared > MAX_SHARED + size - 1:
         return row(3, False, samples, shared=shared)
     if order := _equal_order(records):
-        return row(3, False, order)
+        if not records[0].distributed:
+            return row(3, False, order)
+        samples += f"; note: {order}"
     if len(requested) == size:
         evidence = f"{requested[0][2]} gives {size} shards; {samples}"
         if _are_trained(records) or _by_chance(seen, _dataset_size(seen, single_rank)) >= EXPECTED:
@@ -252,9 +259,10 @@ def metrics(records: Records) -> StepRow:
         return row(8, False, f"{evidence}: count part.count, not the length of the batch")
     reductions = list(zip(*reduced, strict=False))
     for metrics in reductions:
-        if any(not _close(metric.after, metrics[0].after) for metric in metrics):
-            results = by_rank([_first(metric.after) for metric in metrics], ", ")
-            return row(8, False, f"{metrics[0].name} is {results} by rank after the reduction")
+        results = [metric.after for metric in metrics if metric.after or metric.name not in TO_ONE]
+        if any(not _close(values, results[0]) for values in results):
+            by_ranks = by_rank([_first(values) for values in results], ", ")
+            return row(8, False, f"{metrics[0].name} is {by_ranks} by rank after the reduction")
     different = [
         metrics
         for metrics in reductions
@@ -265,7 +273,9 @@ def metrics(records: Records) -> StepRow:
     metrics = (different or reductions)[0]
     metric = metrics[0]
     before = by_rank([_first(metric.before) for metric in metrics], ", ")
-    evidence = f"{metric.name}: {before} by rank, {_first(metric.after)} on all after the reduction"
+    after = max((values.after for values in metrics), key=len)
+    where = "one rank" if metric.name in TO_ONE else "all"
+    evidence = f"{metric.name}: {before} by rank, {_first(after)} on {where} after the reduction"
     if not records[0].hvdtrain:
         evidence += "; a mean of means is correct only for equal numbers of samples"
     return row(8, True, evidence, reductions=len(reductions))

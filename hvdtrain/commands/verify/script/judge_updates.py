@@ -38,7 +38,15 @@ DIVIDED_BEFORE = "divided by the global batch size before"
 KERAS = "import hvdtrain.keras as hvd"
 NO_BROADCAST = "no broadcast was executed"
 STATE = "broadcast_optimizer_state"
-WHOLE = {"broadcast_global_variables", "broadcast_state"}  # all parameters, whatever the arguments
+# Calls after which all parameters are those of rank 0, or parts of one copy of them.
+WHOLE = {
+    "broadcast_global_variables",
+    "broadcast_state",
+    "DistributedDataParallel",
+    "fully_shard",
+    "FullyShardedDataParallel",
+}
+WRAPPERS = {"DistributedOptimizer", "DistributedDataParallel"}  # of which a mean is expected
 
 
 def learning_rate(
@@ -155,6 +163,9 @@ def _unscaled(records: Records, single_rank: Record, evidence: str, *, summed: b
         return not_seen(4, f"{evidence}; the batch size was not seen")
     if not _grows(records, growth):
         return row(4, True, f"{evidence}: unchanged, like the global batch", ratio=1.0)
+    if records[0].distributed:
+        rule = f"a choice; the linear rule would be x {len(records)}"
+        return row(4, True, f"{evidence}: not multiplied by the ranks, {rule}", ratio=1.0)
     if summed:
         rule = f"gradients are summed, equivalent to their mean at x {len(records)}: linear rule"
         return row(4, True, f"{evidence}; {rule}", ratio=1.0)
@@ -213,7 +224,7 @@ def _uneven(records: Records, result: StepRow) -> StepRow:
             continue
         evidence = f"{result.evidence}; parts of {by_rank(counts)} samples at update {update}"
         calls = {call.name.split(".")[-1] for call in records[0].calls}
-        if unseen or "DistributedOptimizer" not in calls:  # the script may weight the gradients
+        if unseen or not WRAPPERS & calls:  # the script may weight the gradients
             return not_seen(5, f"{evidence}: correct if the losses are weighted by these numbers")
         return row(5, False, f"{evidence}: the mean of the ranks' means")
     return result
@@ -225,7 +236,8 @@ def _compensation(records: Records, single_rank: Record | None, facts: Mapping[s
         return ""
     peak, growth = _peak(records, single_rank), _growth(records, single_rank)
     grows = growth is not None and _grows(records, growth)
-    if facts.get("summed") and grows and _close(peak, 1.0):
+    # In a script of torch.distributed the rate of one rank is a usual choice, with the mean too.
+    if facts.get("summed") and grows and _close(peak, 1.0) and not records[0].distributed:
         return "the rate of one rank, equivalent to the linear rule"
     size = len(records)
     if facts.get("divided") and _close(peak, size) and _is_constant(records, single_rank):
@@ -252,7 +264,17 @@ def _cause(records: Records) -> str:
             f"; {min(keras)} reduces nothing with Keras 3: use `{KERAS}` instead, or "
             "hvd.DistributedGradientTape"
         )
-    return "; Horovod reduced nothing"
+    return f"; {_nothing(records)}"
+
+
+def _nothing(records: Records) -> str:
+    """Return the words for gradients that were not reduced, and the remedy if it is known."""
+    calls = {call.name for record in records for call in record.calls}
+    if "DistributedDataParallel" in calls:
+        return "no pass went through DistributedDataParallel: call the wrapper, not model.module"
+    if records[0].distributed:
+        return "nothing was reduced: wrap the model in DistributedDataParallel"
+    return "Horovod reduced nothing"
 
 
 def _composition(records: Records, single_rank: Record | None, evidence: str) -> StepRow:
@@ -265,8 +287,9 @@ def _composition(records: Records, single_rank: Record | None, evidence: str) ->
         if len(local) < len(mixed) or not any(updates[0].applied):
             continue
         if not reduced:
-            return row(5, False, f"{evidence}; but Horovod reduced nothing")
-        part, divided = _part(np.array(local), single_rank), _is_divided(updates, single_rank)
+            return row(5, False, f"{evidence}; but {_nothing(records)}")
+        part = _part(np.array(local), single_rank)
+        divided = _is_divided(records, updates, single_rank)
         if records[0].hvdtrain:  # it weights the gradients
             part, divided = 0.0, False
         applied = np.array(updates[0].applied)
@@ -289,14 +312,31 @@ def _part(local: Vector, single_rank: Record | None) -> float | None:
     return float(np.median(np.linalg.norm(local, axis=1))) / base if base else None
 
 
-def _is_divided(updates: Sequence[Update], single_rank: Record | None) -> bool:
+def _share(records: Records, single_rank: Record) -> float | None:
+    """Return the factor of a rank's loss at update 1, relative to one rank's; None if not seen.
+
+    It is the sum of the factors of the rank's samples: 1 for a mean over them, as on one rank.
+    """
+    sums = []
+    for record in (*records, single_rank):
+        weight = next(iter(record.sample_weights), None)
+        if not weight or not record.updates or not record.updates[0].samples:
+            return None
+        sums.append(weight * record.updates[0].samples)
+    return float(np.mean(sums[:-1])) / sums[-1]
+
+
+def _is_divided(records: Records, updates: Sequence[Update], single_rank: Record | None) -> bool:
     """Return whether the losses of the ranks are 1 / size of the loss of one rank.
 
-    Their gradients are then sums divided by the size of the global batch. Unlike the gradients of
-    two batches, which differ as much by noise, the losses are equal with equal weights.
+    Their gradients are then sums divided by the size of the global batch. It is read off the graph
+    of the loss, if that shows it; else the losses are compared, which, unlike the gradients of two
+    batches, differ little by noise.
     """
     if single_rank is None or not single_rank.updates:
         return False
+    if (share := _share(records, single_rank)) is not None:
+        return math.isclose(share * len(updates), 1.0, rel_tol=RULE)
     first = single_rank.updates[0]
     losses = [update.loss for update in updates if update.before.digest == first.before.digest]
     return bool(losses and first.loss) and all(

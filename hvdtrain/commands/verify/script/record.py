@@ -26,6 +26,7 @@ Array = NDArray[Any]
 # Functions that average the metrics of a script that uses hvdtrain.
 OURS = AVERAGED, KERAS_METRICS = "average_metrics", "MetricAverageCallback"
 SCALED = "scale_learning_rate"
+TO_ONE = {"reduce", "gather", "gather_object"}  # collectives whose result only one rank gets
 SAME = 1e-6  # relative difference of metrics, or of learning rates, that count as equal
 DETAILED = 5  # updates that are recorded in detail
 VALUES, PER_TENSOR = 4096, 64  # values sampled from all parameters, and from one tensor
@@ -40,7 +41,7 @@ SCRATCH = ("tmp", "__autograph", "pymp-", "torch", "hvdtrain-")
 
 @dataclass(frozen=True)
 class HorovodWorld:
-    """Ranks as Horovod reports them."""
+    """Ranks as Horovod or torch.distributed reports them."""
 
     rank: int
     size: int
@@ -50,7 +51,7 @@ class HorovodWorld:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of Horovod or hvdtrain, with those of its facts that are known."""
+    """A call of Horovod, torch.distributed or hvdtrain, with those of its facts that are known."""
 
     name: str
     update: int  # number of updates made before
@@ -133,6 +134,7 @@ class Record:
     waiting: str | None = None  # name of a call that has not returned
     done: int = 0  # number of updates
     judged: bool = False  # whether Horovod or hvdtrain's adapters were imported
+    distributed: bool = False  # whether torch.distributed is used, without them
     library: str | None = None  # name of what else may distribute it
     hvdtrain: bool = False  # whether its adapters are used
     resumed: bool = False  # whether a checkpoint of hvdtrain was loaded
@@ -170,6 +172,9 @@ class ScriptRecorder:
         ]
         self.project = tuple(f"{folder}{os.sep}" for folder in below)
         self.limit = updates
+        # What the script has made, and has not destroyed itself. DDP's reducer, the last owner of a
+        # process group, waits in its destructor for a thread of gloo, which may wait for Python.
+        self.kept: list[Any] = []
         self.batch = 0  # samples since the last update
         self.local: list[Array] | None = None  # gradients of this rank for the next update
         self.loss: float | None = None  # whose gradients they are

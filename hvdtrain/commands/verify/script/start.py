@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shlex
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,12 +28,13 @@ from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, r
 
 log = logging.getLogger(__name__)
 
-# Of a script that another library distributes, and of one that can be verified.
-OTHER_WORDS = r"torch(?:\.| import )distributed|DistributedDataParallel|tf\.distribute\b"
+# Of a script that is distributed in another way, and of one that Horovod or hvdtrain distributes.
+OTHER_WORDS = r"tf\.distribute\b|multiprocessing\.spawn\b|\bmp\.spawn\b"
 OUR_IMPORTS = r"(?m)^\s*(?:from|import)\s+(?:horovod|hvdtrain)\b"
 
 HUNG = "a hang"
-CONSEQUENCE = "HorovodInternalError"  # of another rank's failure
+# Errors that are due to another rank's failure: of Horovod, and of gloo.
+CONSEQUENCES = ("HorovodInternalError", "Connection closed by peer", "Connection reset by peer")
 CAUSES = {  # known causes and remedies, by a part of the error
     "has no attribute 'ref'": f"Keras 3: with model.fit use `{KERAS}`\n"
     "-> in a loop of your own pass the value of each variable: hvd.broadcast_variables([v.value "
@@ -42,7 +44,7 @@ CAUSES = {  # known causes and remedies, by a part of the error
 
 
 class OtherScriptError(HvdtrainError):
-    """The script is distributed by another library than Horovod and hvdtrain."""
+    """The script is distributed in a way that cannot be watched."""
 
     exit_code = EXIT_USAGE
 
@@ -59,13 +61,13 @@ class ScriptResult:
     def broken(self) -> str | None:
         """The failure of the script and its rank; None if there was none.
 
-        If one rank fails, Horovod and the launcher end the others; their errors come last.
+        If one rank fails, the others fail or are ended with it; their errors come last.
         """
         regular = {None, "updates", "its own end", "exit code 0"}
         failures = [(rank, end) for rank, end in enumerate(self.ended) if end not in regular]
         if not failures:
             return None
-        rank, end = min(failures, key=lambda failure: (failure[1] or "").startswith(CONSEQUENCE))
+        rank, end = min(failures, key=lambda f: any(word in (f[1] or "") for word in CONSEQUENCES))
         return f"rank {rank}: {end}"
 
     @property
@@ -95,17 +97,19 @@ def watch(
     The script really runs and writes its files. Its output goes to the log.
 
     Args:
-        script: a Python file that trains with Horovod; ``arguments`` are its command line.
+        script: a Python file that trains with Horovod, torch.distributed or hvdtrain;
+            ``arguments`` are its command line.
         ranks: number of ranks to start.
         updates: number of updates after which it is ended; None: not at all.
         timeout: seconds for each of the two runs.
         bind: whether the launcher binds each rank to cores; if not, step 2 is the script's task.
 
     Raises:
-        OtherScriptError: another library than Horovod and hvdtrain distributes the script.
+        OtherScriptError: the script is distributed in a way that cannot be watched.
         HvdtrainError: no rank started the script.
     """
     shared = Path.cwd() if len(find_allocation(os.environ).hosts) > 1 else None
+    _check(script, [])
     with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-", dir=shared) as folder:
 
         def run_on(
@@ -124,9 +128,7 @@ def watch(
         records, result = run_on(ranks, updates, Path(folder))
         if not records:
             raise HvdtrainError(f"{script} could not be started: {_last(result)}")
-        if library := other_library(records, script):
-            verified = "only scripts that use Horovod or hvdtrain can be verified"
-            raise OtherScriptError(f"{script}: distributed by {library}; {verified}")
+        _check(script, records)
         single_rank: list[Record] = []
         if ranks > 1 and any(record.updates for record in records):
             # One rank runs to the end only if the ranks do, to show which samples are an epoch.
@@ -138,8 +140,15 @@ def watch(
     return ScriptResult(rows, ended, min(record.done for record in records))
 
 
+def _check(script: Path, records: Records) -> None:
+    """Raise OtherScriptError if the script is distributed in a way that cannot be watched."""
+    if library := other_library(records, script):
+        verified = "only scripts of Horovod, hvdtrain or torch.distributed can be verified"
+        raise OtherScriptError(f"{script}: distributed by {library}; {verified}")
+
+
 def other_library(records: Records, script: Path) -> str:
-    """Return what distributes a script without Horovod and hvdtrain; empty if nothing does."""
+    """Return what distributes a script and is not watched; empty if nothing does."""
     text = script.read_text(errors="replace")  # it may have failed before it used them
     if any(record.judged for record in records) or re.search(OUR_IMPORTS, text):
         return ""
@@ -172,8 +181,19 @@ def build(
     """Return the command that starts the ranks."""
     limit = [] if updates is None else ["--updates", str(updates)]
     options = ["--folder", str(folder), *limit, *["--fresh"] * fresh]
+    if not re.search(OUR_IMPORTS, script.read_text(errors="replace")):
+        options += ["--master", rendezvous()]
     module = [sys.executable, "-m", "hvdtrain.commands.verify.script"]
     return prepare(Request(ranks, [*module, *options, str(script), *arguments], bind=bind)).command
+
+
+def rendezvous() -> str:
+    """Return host and port at which the ranks of a script of torch.distributed meet."""
+    hosts = find_allocation(os.environ).hosts
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    return f"{hosts[0].name if len(hosts) > 1 else '127.0.0.1'}:{port}"
 
 
 def _last(result: CommandResult) -> str:

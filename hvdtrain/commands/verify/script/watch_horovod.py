@@ -91,7 +91,7 @@ class HorovodWatch:
         self.recorder.record.judged = True
         owner = module.CommonAdapter
         call = self.recorder.call
-        after(owner, "initialize", self._initialized)
+        replace(owner, "initialize", self._initialize)
         after(owner, "shard_data", lambda r, *a, **k: self._sharded("shard_data", r))
         after(owner, "distribute_optimizer", self._distributed)
         after(owner, SCALED, lambda r, *a, **k: call(SCALED, base=r.base, factor=r.factor))
@@ -116,7 +116,7 @@ class HorovodWatch:
             result = original(*args, **kwargs)
         # Only the root passes an object; asynchronous functions return a handle.
         value = result if name == "broadcast_object" else _argument(args, kwargs)
-        values = _count(value)
+        values = count(value)
         _note(lambda *_: self.recorder.broadcast(name, values))
         return result
 
@@ -146,7 +146,7 @@ class HorovodWatch:
             by_script = level == 1 and not self.gradients.value
             result = original(*args, **kwargs)
         if by_script and self._candidates(result):
-            before = [_copy(leaf) for leaf in _leaves(_argument(args, kwargs))]
+            before = [copied(leaf) for leaf in leaves(_argument(args, kwargs))]
             self._metric(kwargs.get("name") or original.__name__, before, result)
         return result
 
@@ -166,12 +166,12 @@ class HorovodWatch:
         local = type(callback.model).get_metrics_result(callback.model)
         result = original(callback)
         names = sorted(local.keys() & result.keys())
-        before, after = ([_copy(metrics[name]) for name in names] for metrics in (local, result))
+        before, after = ([copied(metrics[name]) for name in names] for metrics in (local, result))
         self.recorder.metric(f"{KERAS_METRICS} ({', '.join(names)})", before, after)
         return result
 
     def _metric(self, name: Any, before: list[Any], result: Any) -> None:
-        after = [_copy(leaf) for leaf in _leaves(result)]
+        after = [copied(leaf) for leaf in leaves(result)]
 
         def note(*parts: Any) -> None:
             self.recorder.metric(str(name), parts[: len(before)], parts[len(before) :])
@@ -180,19 +180,21 @@ class HorovodWatch:
 
     def _candidates(self, value: Any) -> list[Any] | None:
         """Return a copy of the values to be reduced, or None if they cannot be a metric."""
-        leaves = _leaves(value)
-        sizes = [_size(leaf) for leaf in leaves]
+        parts = leaves(value)
+        sizes = [_size(leaf) for leaf in parts]
         if None in sizes or not 0 < sum(filter(None, sizes)) <= SMALL:
             return None
-        if any(self.recorder.is_gradient(leaf) for leaf in leaves):
+        if any(self.recorder.is_gradient(leaf) for leaf in parts):
             return None
-        return [_copy(leaf) for leaf in leaves]
+        return [copied(leaf) for leaf in parts]
 
-    def _initialized(self, world: Any, *_: Any, **__: Any) -> None:
+    def _initialize(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self.recorder.record.hvdtrain = True
+        world = original(*args, **kwargs)
         self.recorder.joined(
             HorovodWorld(world.rank, world.size, world.local_rank, world.local_size)
         )
+        return world
 
     def _distributed(self, result: tuple[Any, Any], *_: Any, **__: Any) -> None:
         self.recorder.listen(result[1])  # FSDP replaces the parameters
@@ -231,12 +233,12 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next((kwargs[name] for name in FIRST if name in kwargs), None)
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
     """Return the tensors, arrays and numbers in ``value``, a nested container."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in _leaves(item)]
+        return [leaf for item in value for leaf in leaves(item)]
     if hasattr(value, "shape") or isinstance(value, bool | int | float):
         return [value]
     return []
@@ -248,11 +250,12 @@ def _size(leaf: Any) -> int | None:
     return None if None in shape else math.prod(shape)
 
 
-def _count(value: Any) -> int:
-    return sum(_size(leaf) or 0 for leaf in _leaves(value))
+def count(value: Any) -> int:
+    """Return the number of values in a nested container."""
+    return sum(_size(leaf) or 0 for leaf in leaves(value))
 
 
-def _copy(leaf: Any) -> Any:
+def copied(leaf: Any) -> Any:
     """Return a copy of the current value; in a graph, a tensor of it."""
     tf = sys.modules.get("tensorflow")
     if tf is not None and tf.is_tensor(leaf):

@@ -110,9 +110,6 @@ class OptimizerWatch:
             return
         parameters = _parameters(optimizer)
         record = self.recorder.record
-        groups = self.torch.distributed
-        if groups.is_available() and groups.is_initialized():
-            record.library = groups.__name__
         record.processor = record.processor or pytorch_processor(self.torch, parameters[0].device)
         state = [
             _array(value)

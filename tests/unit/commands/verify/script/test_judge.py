@@ -606,3 +606,52 @@ def test_threads_set_by_the_script_are_reported_as_such() -> None:
     calls = calling("torch.set_num_threads", threads=4)
     evidence = judged(each(processor=(None, 4)), calls)[1].evidence
     assert evidence.endswith("on 2 cores; the script calls torch.set_num_threads(4)")
+
+
+DDP = [without(0), calling("DistributedDataParallel"), each(distributed=True, **rates(0.1))]
+SAMPLE = [each(sample_weights=[1 / 16] * 5)]  # a mean over the samples of a rank
+ONE_RANK = replace(SINGLE_RANK, rates=[0.1] * 5, sample_weights=[1 / 16] * 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "state", "evidence"),
+    [
+        ([], 4, OK, "not multiplied by the ranks, a choice; the linear rule would be x 2"),
+        ([on(1, **rates(0.2))], 4, FAILED, "at update 1: 0.1, 0.2 by rank"),
+        ([], 5, OK, "to the mean of the local gradients"),
+        ([each(sample_weights=[1 / 32] * 5)], 5, FAILED, "already divided by the global batch"),
+        ([updates(applied=SUM)], 5, FAILED, "the sum, not the mean"),
+        ([updates(applied=SUM), each(sample_weights=[1 / 32] * 5)], 5, OK, "before"),
+        ([each(reduced=0)], 5, FAILED, "call the wrapper, not model.module"),
+        ([], 6, OK, "DistributedDataParallel; max difference to rank 0 before update 1: 0"),
+        (
+            [each(loader=loader("DistributedSampler", epochs=[(0, 0), (0, 2)]))],
+            3,
+            OK,
+            "note: epoch 2 has the same order of samples as the epoch before",
+        ),
+        (
+            [
+                on(0, metrics=[MetricReduction("reduce", [1.0], [3.0])]),
+                on(1, metrics=[MetricReduction("reduce", [2.0], [])]),
+            ],
+            8,
+            OK,
+            "reduce: 1, 2 by rank, 3 on one rank after the reduction",
+        ),
+    ],
+)
+def test_a_script_of_torch_distributed(
+    changes: list[Change], step: int, state: str, evidence: str
+) -> None:
+    result = judged(*DDP, *SAMPLE, *changes, single_rank=ONE_RANK)
+    assert [row.step for row in result if row.state != OK] == [step] * (state != OK), result
+    assert evidence in result[step - 1].evidence
+
+
+def test_a_model_that_is_neither_wrapped_nor_reduced() -> None:
+    result = judged(each(distributed=True, reduced=0), applied(lambda rank: LOCAL[rank]))[4]
+    assert "nothing was reduced: wrap the model in DistributedDataParallel" in result.evidence
+    error = "ValueError: Default process group has not been initialized, please make sure to call"
+    row = judged(each(distributed=True, world=None, ended=error), single_rank=None)[0]
+    assert (row.state, "init_process_group() was not called" in row.evidence) == (FAILED, True)

@@ -99,15 +99,14 @@ NO_UPDATE = Record("mpirun", 2, "node", [0])
 @pytest.mark.parametrize(
     ("text", "fields", "other"),
     [
-        ("import torch.distributed as dist\n", {}, "torch.distributed"),
-        ("from torch import distributed\n", {}, "torch.distributed"),
-        ("from torch.nn.parallel import DistributedDataParallel\n", {}, "DistributedDataParallel"),
+        ("import torch.distributed as dist\n", {}, ""),
+        ("import torch.multiprocessing as mp\nmp.spawn(main)\n", {}, "mp.spawn"),
+        ("from torch import multiprocessing as mp; mp.spawn(f)\n", {}, "mp.spawn"),
         ("strategy = tf.distribute.MirroredStrategy()\n", {}, "tf.distribute"),
         ("from project import main\n", {"library": "accelerate"}, "accelerate"),
         ("from torch.utils.data.distributed import DistributedSampler\n", {}, ""),
         ("import torch.distributed\nimport horovod.torch as hvd\n", {}, ""),
-        ("import torch.distributed\nfrom project import main\n", {"judged": True}, ""),
-        ("import torch\n", {"judged": True, "library": "torch.distributed"}, ""),
+        ("import torch\n", {"judged": True, "library": "accelerate"}, ""),
         ("import torch\n", {}, ""),
     ],
 )
