@@ -15,10 +15,18 @@ SCRIPTS = Path(__file__).parent / "scripts"
 DDP, ALLREDUCE, ACCUMULATION = "ddp_torch", "allreduce_torch", "accumulation_torch"
 
 
-def watched(script: Path, *, ranks: int = 2, updates: str = "all", code: int = 0) -> Outcome:
+def watched(
+    script: Path,
+    *more: str,
+    ranks: int = 2,
+    updates: str = "all",
+    code: int = 0,
+    arguments: tuple[str, ...] = (),
+) -> Outcome:
     command = [str(BIN / "hvdtrain"), "verify", "-n", str(ranks), "--json", "--updates", updates]
     path = resident.path("pytorch")
-    return run([*command, "--script", str(script)], cwd=script.parent, code=code, PATH=path)
+    command += [*more, "--script", str(script), "--", *arguments]
+    return run(command, cwd=script.parent, code=code, PATH=path)
 
 
 def rows(outcome: Outcome, state: str) -> dict[int, str]:
@@ -44,8 +52,17 @@ def copied(name: str, folder: Path, pattern: str = "", replacement: str = "") ->
 )
 def test_a_right_script(name: str, ranks: int, tmp_path: Path) -> None:
     outcome = watched(copied(name, tmp_path), ranks=ranks)
-    assert set(rows(outcome, "ok")) >= set(range(1, 9)), outcome.out
+    assert list(rows(outcome, "ok")) == list(range(1, 10)), outcome.out
+    assert rows(outcome, "ok")[9].startswith(f"{ranks} ranks = one process: largest difference ")
     assert (tmp_path / "model.pt").is_file()
+
+
+@pytest.mark.parametrize(("kind", "unseen"), [("zero", [7, 8]), ("fsdp", [5, 7, 8])])
+def test_a_sharded_model_or_optimizer(kind: str, unseen: list[int], tmp_path: Path) -> None:
+    script = copied("sharded_torch", tmp_path)
+    outcome = watched(script, "--exact", updates="5", arguments=(kind,))
+    assert (list(rows(outcome, "not seen")), rows(outcome, "failed")) == (unseen, {}), outcome.out
+    assert "in fp64" in rows(outcome, "ok")[9]
 
 
 # Script, pattern, replacement, updates, the rows that fail, and words of the first one.
@@ -138,3 +155,61 @@ def test_ranks_that_the_script_starts_itself_are_refused(tmp_path: Path) -> None
     script = copied(DDP, tmp_path, "^dist.init", "torch.multiprocessing.spawn\n\\g<0>")
     outcome = watched(script, code=2)
     assert "distributed by multiprocessing.spawn" in outcome.err
+
+
+TOKENS = r"loss = (.*) labels\)"
+OVER_ALL = r"""valid = (labels > 0).sum()
+        dist.all_reduce(valid)
+        loss = \1 labels, ignore_index=0, reduction="sum") * dist.get_world_size() / valid"""
+# Pattern, replacement, further options, state of the row of the replay, and its words.
+REPLAYS: dict[str, tuple[str, str, list[str], str, str]] = {
+    "in fp64": ("^EPOCHS", "EPOCHS", ["--exact"], "ok", "2 ranks = one process: largest"),
+    "over all tokens": (TOKENS, OVER_ALL, ["--exact"], "ok", "in fp64"),
+    "tokens": (
+        TOKENS,
+        r"loss = \1 labels, ignore_index=0)",
+        [],
+        "failed",
+        "if the loss divides by something else than samples (tokens",
+    ),
+    "uneven parts": (
+        r"batch_size=8, sampler=sampler",
+        "batch_size=8 + 4 * rank, sampler=range(rank, 120, 2)",
+        [],
+        "failed",
+        "the mean of the ranks' means, of 8 + 12 samples",
+    ),
+    "inputs by rank": (r"model\(inputs", r"\g<0> + 0.1 * rank", [], "failed", "depend on the rank"),
+    "bf16": (
+        r"^        loss = torch",
+        '        with torch.autocast("cpu", torch.bfloat16):\n            loss = torch',
+        [],
+        "not seen",
+        "use --exact to see more",
+    ),
+    "random numbers": (
+        r"model\(inputs",
+        r"\g<0> + torch.randn(10)",
+        [],
+        "not seen",
+        "random numbers drawn in the training loop",
+    ),
+    "no loader": (
+        "in loader:",
+        "in zip(x[rank::2].split(8), train.tensors[1][rank::2].split(8)):",
+        [],
+        "not seen",
+        "no DataLoader of samples with an index was seen",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYS if LONG else ("over all tokens", "tokens", "uneven parts"))
+def test_the_replay_on_one_process(name: str, tmp_path: Path) -> None:
+    pattern, replacement, more, state, words = REPLAYS[name]
+    script = copied(DDP, tmp_path, pattern, replacement)
+    outcome = watched(script, *more, updates="5", code=int(state == "failed"))
+    assert words in rows(outcome, state)[9], outcome.out
+    if more:
+        facts = json.loads(outcome.out)["rows"][8]["facts"]
+        assert max(facts["differences"]) < facts["limit"] == 1e-9

@@ -69,6 +69,13 @@ _STEPS = (  # method of the adapter, its effect, and the remedy if it failed
 )
 STEPS = tuple(StepDescription(number, *texts) for number, texts in enumerate(_STEPS, 1))
 ALL = tuple(step.number for step in STEPS)
+REPLAY = StepDescription(  # a row of its own, of a script that can be replayed
+    len(STEPS) + 1,
+    "replay",
+    "N ranks = one process",
+    "let each sample of the global batch count alike, on every rank: divide sums over all ranks' "
+    "samples (tokens, pixels) by their number, and draw augmentations by sample, not by rank",
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class StepRow:
     @property
     def description(self) -> StepDescription:
         """Name, title and remedy of the step."""
-        return STEPS[self.step - 1]
+        return (*STEPS, REPLAY)[self.step - 1]
 
     @property
     def remedy(self) -> str:

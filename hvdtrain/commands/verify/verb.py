@@ -75,6 +75,7 @@ class VerifyOptions:
         metavar="SECONDS",
     )
     strict: bool = switch("with --script: exit with code 1 also if a step was not seen")
+    exact: bool = switch("with --script: replay in fp64, and allow a difference of 1e-9")
     json: bool = switch("print the rows as one JSON object")
     dry_run: bool = switch("print the command without starting it")
     arguments: tuple[str, ...] = option(
@@ -108,7 +109,14 @@ def run_verb(options: VerifyOptions) -> Report:
             from hvdtrain.commands.verify.script.start import ScriptRun, observe
 
             updates = None if options.updates == "all" else int(options.updates or UPDATES)
-            run = ScriptRun(options.script, options.arguments, ranks or 1, updates, options.strict)
+            run = ScriptRun(
+                options.script,
+                options.arguments,
+                ranks or 1,
+                updates,
+                options.strict,
+                options.exact,
+            )
             return observe(run, timeout=options.timeout, dry_run=options.dry_run)
         assert ranks is not None
         return _start(ranks, framework, options)

@@ -19,6 +19,7 @@ from hvdtrain.commands.verify.script import (
     watch_torch,
 )
 from hvdtrain.commands.verify.script.record import ScriptRecorder
+from hvdtrain.commands.verify.script.replay import Replay, ReplayPlan
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
@@ -36,14 +37,22 @@ def main() -> int:
     parser.add_argument("--updates", type=int)
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--master", metavar="HOST:PORT")
+    parser.add_argument("--replay", type=Path, metavar="FOLDER")  # of what the ranks draw
+    parser.add_argument("--stands-for", type=int, default=0, metavar="RANKS")
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--perturbed", action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     recorder = ScriptRecorder(options.folder, options.updates, Path(options.script))
     set_defaults(STALLED)
     if options.master:
-        set_defaults(torchrun_variables(options.master))
-    watch(recorder, fresh=options.fresh)
+        set_defaults(torchrun_variables(options.master, options.stands_for))
+    replay = None
+    if options.replay:
+        plan = ReplayPlan(options.replay, options.stands_for, options.exact, options.perturbed)
+        replay = Replay(plan, recorder)
+    watch(recorder, replay, fresh=options.fresh)
     sys.argv = [options.script, *options.arguments]
     script = os.path.abspath(options.script)  # noqa: PTH100 (as Python's: not resolved)
     sys.path[0] = str(Path(options.script).resolve().parent)
@@ -66,21 +75,24 @@ def main() -> int:
         recorder.record.ended = text + _line(error, script)
     imported = (name for name in OTHERS if name in sys.modules)
     recorder.record.library = next(imported, recorder.record.library)
+    if replay:
+        replay.finish()
     recorder.finish()
     return code
 
 
-def torchrun_variables(master: str) -> dict[str, str]:
+def torchrun_variables(master: str, stands_for: int = 0) -> dict[str, str]:
     """Return the variables by which torchrun, or a job script, starts this rank.
 
-    ``master`` is host and port of the rendezvous.
+    ``master`` is host and port of the rendezvous; ``stands_for``: the ranks that this one process
+    answers for.
     """
     launch, (host, _, port) = detect(os.environ), master.rpartition(":")
     return {
         "RANK": str(launch.rank),
-        "WORLD_SIZE": str(launch.size),
+        "WORLD_SIZE": str(stands_for or launch.size),
         "LOCAL_RANK": str(launch.local_rank),
-        "LOCAL_WORLD_SIZE": str(launch.local_size),
+        "LOCAL_WORLD_SIZE": str(stands_for or launch.local_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
     }
@@ -93,11 +105,12 @@ def _line(error: BaseException, script: str) -> str:
     return f" ({Path(script).name} line {lines[-1]})" if lines else ""
 
 
-def watch(recorder: ScriptRecorder, *, fresh: bool) -> None:
+def watch(recorder: ScriptRecorder, replay: Replay | None = None, *, fresh: bool) -> None:
     """Watch the modules that the script imports, and the files that it writes.
 
     Args:
         recorder: where events are recorded.
+        replay: what the script is trained on, in a run to be compared.
         fresh: hide hvdtrain's checkpoints from the script.
     """
     horovod = watch_horovod.HorovodWatch(recorder)
@@ -107,6 +120,8 @@ def watch(recorder: ScriptRecorder, *, fresh: bool) -> None:
     def pytorch(torch: Any) -> None:
         watch_torch.watch(torch, recorder)
         groups.watch(torch)
+        if replay:
+            replay.start(torch)
 
     AfterImport(
         {

@@ -182,6 +182,7 @@ class ScriptRecorder:
         self.ignored = 0  # > 0 outside of the script's training
         self.shards: Any = None  # of hvdtrain, once the script has made them
         self.trained, self.stand_ins = 0, 0  # samples, and empty parts, since the last average
+        self.applied: Callable[[list[Array], Callable[[], list[Array]]], Any] = lambda *_: None
         self.inspect: Callable[[], Any] = lambda: None  # reads some of the data at the end
         self.listen: Callable[[Any], None] = lambda optimizer: None  # to all of its parameters
         self.gradient_tests: list[Callable[[Any], bool]] = []  # one per framework

@@ -9,16 +9,18 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.commands.launch.hosts import find_allocation
 from hvdtrain.commands.launch.prepare import Request, prepare
-from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, StepRow, show
+from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, StepRow, not_seen, show
 from hvdtrain.commands.verify.script import judge
+from hvdtrain.commands.verify.script.judge_replay import STEP, read_replayed, replay_row
 from hvdtrain.commands.verify.script.judge_updates import KERAS
 from hvdtrain.commands.verify.script.record import DETAILED, Record, Records, read_record
+from hvdtrain.commands.verify.script.replay import UPDATES
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, HvdtrainError, UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
@@ -53,7 +55,7 @@ class OtherScriptError(HvdtrainError):
 class ScriptResult:
     """The result of watching a script."""
 
-    rows: list[StepRow]  # all eight
+    rows: list[StepRow]  # all eight, and that of the replay if there was one
     ended: list[str | None]  # how, by rank, if known; ``updates`` if by --updates
     updates: int  # number of updates made
 
@@ -91,6 +93,7 @@ def watch(
     updates: int | None = DETAILED,
     timeout: float = 300.0,
     bind: bool = True,
+    exact: bool = False,
 ) -> ScriptResult:
     """Run ``script`` on ``ranks`` ranks, then on one, and judge the records.
 
@@ -101,8 +104,9 @@ def watch(
             ``arguments`` are its command line.
         ranks: number of ranks to start.
         updates: number of updates after which it is ended; None: not at all.
-        timeout: seconds for each of the two runs.
+        timeout: seconds for each run.
         bind: whether the launcher binds each rank to cores; if not, step 2 is the script's task.
+        exact: whether to replay in fp64.
 
     Raises:
         OtherScriptError: the script is distributed in a way that cannot be watched.
@@ -113,11 +117,11 @@ def watch(
     with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-", dir=shared) as folder:
 
         def run_on(
-            size: int, limit: int | None, path: Path, *, fresh: bool = False
+            size: int, limit: int | None, path: Path, *, more: Sequence[str] = ()
         ) -> tuple[list[Record], CommandResult]:
             """Run the script; return the records, by rank, and the result of the command."""
             path.mkdir(exist_ok=True)
-            start = build(size, script, arguments, limit, path, bind=bind, fresh=fresh)
+            start = build(size, script, arguments, limit, path, bind=bind, more=more)
             log.info("%s", start.show())
             then = ", then on 1" if size > 1 else f", to compare with {ranks}" if ranks > 1 else ""
             with terminal.working(f"{script.name} runs on {plural(size, 'rank')}{then}"):
@@ -133,11 +137,35 @@ def watch(
         if ranks > 1 and any(record.updates for record in records):
             # One rank runs to the end only if the ranks do, to show which samples are an epoch.
             # It starts without a checkpoint if they did, not from one that they have saved.
-            fresh = not any(record.resumed for record in records)
+            fresh = [] if any(record.resumed for record in records) else ["--fresh"]
             path = Path(folder) / "single_rank"
-            single_rank, _ = run_on(1, updates and DETAILED, path, fresh=fresh)
-    rows, ended = judge.rows(records, *single_rank), _ends(records, ranks, result, timeout)
+            single_rank, _ = run_on(1, updates and DETAILED, path, more=fresh)
+        rows = judge.rows(records, *single_rank)
+        if single_rank and any(record.distributed for record in records):
+            rows.append(_replay(run_on, Path(folder), ranks, exact=exact))
+    ended = _ends(records, ranks, result, timeout)
     return ScriptResult(rows, ended, min(record.done for record in records))
+
+
+def _replay(run_on: Callable[..., object], folder: Path, ranks: int, *, exact: bool) -> StepRow:
+    """Return the row of the replay: run the ranks once more, and then one process in their place.
+
+    ``run_on``: see ``watch``.
+    """
+    drawn, whole, perturbed = (folder / name for name in ("drawn", "whole", "perturbed"))
+    more = ["--replay", str(drawn), *["--exact"] * exact]
+    run_on(ranks, UPDATES, drawn, more=more)
+    more += ["--stands-for", str(ranks)]
+    try:
+        by_rank = [read_replayed(drawn, rank) for rank in range(ranks)]
+        run_on(1, UPDATES, whole, more=more)
+        together = read_replayed(whole, 0)
+        if not exact:
+            run_on(1, UPDATES, perturbed, more=[*more, "--perturbed"])
+        noise = None if exact else read_replayed(perturbed, 0)
+    except FileNotFoundError:
+        return not_seen(STEP, "cannot be replayed: the script did not end")
+    return replay_row(by_rank, together, noise, exact=exact)
 
 
 def _check(script: Path, records: Records) -> None:
@@ -176,11 +204,11 @@ def build(
     folder: Path,
     *,
     bind: bool = True,
-    fresh: bool = False,
+    more: Sequence[str] = (),
 ) -> Command:
-    """Return the command that starts the ranks."""
+    """Return the command that starts the ranks; ``more`` options of the module."""
     limit = [] if updates is None else ["--updates", str(updates)]
-    options = ["--folder", str(folder), *limit, *["--fresh"] * fresh]
+    options = ["--folder", str(folder), *limit, *more]
     if not re.search(OUR_IMPORTS, script.read_text(errors="replace")):
         options += ["--master", rendezvous()]
     module = [sys.executable, "-m", "hvdtrain.commands.verify.script"]
@@ -210,6 +238,7 @@ class ScriptRun:
     ranks: int
     updates: int | None = DETAILED  # after which it is ended; None: it runs to its end
     strict: bool = False  # whether a step that was not seen is a failure
+    exact: bool = False  # whether it is replayed in fp64
 
 
 def observe(run: ScriptRun, *, timeout: float, dry_run: bool) -> Report:
@@ -223,7 +252,14 @@ def observe(run: ScriptRun, *, timeout: float, dry_run: bool) -> Report:
     if dry_run:
         line = build(run.ranks, run.script, run.arguments, run.updates, Path("FOLDER")).show()
         return Report(line, {"ok": True, "commands": [line]})
-    result = watch(run.script, run.arguments, ranks=run.ranks, updates=run.updates, timeout=timeout)
+    result = watch(
+        run.script,
+        run.arguments,
+        ranks=run.ranks,
+        updates=run.updates,
+        timeout=timeout,
+        exact=run.exact,
+    )
     return report(result, run)
 
 
@@ -231,15 +267,16 @@ def report(result: ScriptResult, run: ScriptRun) -> Report:
     """Return the rows as a table and as data; a crash of the script comes first."""
     failed = sum(row.state == FAILED for row in result.rows)
     unseen = [row.step for row in result.rows if row.state == NOT_SEEN]
-    more = _more(run) if unseen and not result.broken else None
-    end = f"{failed} of 8 steps failed" if failed else "all steps took effect"
+    more = _more(run) if set(unseen) - {STEP} and not result.broken else None
+    total = len(result.rows)
+    end = f"{failed} of {total} steps failed" if failed else "all steps took effect"
     if result.broken and not failed:
         end = f"no step failed, but the script {result.crash.split()[0]}"
     elif unseen and not failed:
         end = "nothing failed, but this is no pass"
     if unseen:
         end += ", " if failed or result.broken else ": "
-        end += f"{len(unseen)} of 8 not seen ({', '.join(map(str, unseen))})"
+        end += f"{len(unseen)} of {total} not seen ({', '.join(map(str, unseen))})"
         end += ", a failure with --strict" if run.strict else ""
         end += "; to see more, run it to its end:" if more else ""
     end = message(end) + (f"\n  {more}" if more else "")  # a command is not wrapped

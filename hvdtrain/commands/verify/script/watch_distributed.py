@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -113,7 +114,7 @@ class DistributedWatch:
             return original(*args, **kwargs)
         with self.recorder.waiting(original.__name__):
             result = original(*args, **kwargs)
-        self.recorder.broadcast(original.__name__, count(_argument(original, 0, args, kwargs)))
+        self.recorder.broadcast(original.__name__, count(argument(original, 0, args, kwargs)))
         return result
 
     def _barrier(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +129,7 @@ class DistributedWatch:
 
     def _reduction(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Record a reduction; few values that are no gradient are a metric."""
-        tensor = _argument(original, 0, args, kwargs)
+        tensor = argument(original, 0, args, kwargs)
         if not self.by_script:
             return original(*args, **kwargs)
         if tensor.numel() > SMALL or self.recorder.is_gradient(tensor):
@@ -142,7 +143,7 @@ class DistributedWatch:
 
     def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        source, target = (_argument(original, n, args, kwargs) for n in GATHERS[original.__name__])
+        source, target = (argument(original, n, args, kwargs) for n in GATHERS[original.__name__])
         if self.by_script and result is None and 0 < count(source) <= SMALL:
             before = np.concatenate([np.ravel(copied(leaf)) for leaf in leaves(source)])
             self._metric(original.__name__, before, target, args, kwargs)
@@ -156,7 +157,7 @@ class DistributedWatch:
         self.recorder.metric(name, [before], parts)
 
 
-def _argument(function: Any, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def argument(function: Any, position: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the argument of a collective at ``position``, however it was passed."""
     if len(args) > position:
         return args[position]

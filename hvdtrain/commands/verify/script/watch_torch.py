@@ -55,7 +55,9 @@ class OptimizerWatch:
         self.gradients: dict[int, Any] = {}  # by parameter: sum over the backward passes
         self.waiting = False  # whether there was a backward pass since the last step
         self.parameters: dict[int, Any] = {}  # those that have a hook
-        self.start: tuple[list[Array], list[Array]] | None = None  # parameters, optimizer state
+        self.trained: list[Any] = []  # parameters of the outermost optimizer
+        self.start: tuple[list[Array], list[Array]] | None = None  # their values, and its state
+        self.applied: list[Array] | None = None  # gradients of the step that is about to end
 
     def listen(self, optimizer: Any) -> None:
         """Collect the gradients that backward passes add to the parameters of ``optimizer``."""
@@ -108,7 +110,8 @@ class OptimizerWatch:
             self.recorder.rate(rate, float(group.get("initial_lr", rate)))
         if not self.open or not self.recorder.detailed:
             return
-        parameters = _parameters(optimizer)
+        # That of ZeRO contains one of a part of the parameters.
+        parameters = self.trained = _parameters(optimizer)
         record = self.recorder.record
         record.processor = record.processor or pytorch_processor(self.torch, parameters[0].device)
         state = [
@@ -122,16 +125,18 @@ class OptimizerWatch:
     def after(self, optimizer: Any, *_: Any) -> None:
         """Record that the step within Horovod's has ended, or the step itself."""
         if self.start:
-            parameters = _parameters(optimizer)
-            before, state = self.start
+            parameters, (before, state) = self.trained, self.start
             self.recorder.local = [_gradient(p, self.gradients.get(id(p))) for p in parameters]
-            applied = [_gradient(p, p.grad) for p in parameters]
-            self.recorder.update(before, applied, state)
+            self.applied = [_gradient(p, p.grad) for p in parameters]
+            self.recorder.update(before, self.applied, state)
         elif self.open:
             self.recorder.count()
         self.start, self.open, self.waiting = None, False, False
         self.gradients.clear()
         self.depth -= 1
+        if not self.depth and self.applied:
+            self.recorder.applied(self.applied, lambda: [_array(p) for p in self.trained])
+            self.applied = None
         # Adasum steps within the backward pass, in which the ranks are not synchronized.
         if not self.depth and self.torch._C._current_graph_task_id() < 0:
             self.recorder.end_if_enough()

@@ -1,0 +1,141 @@
+"""Judge whether N ranks compute what one process computes: the row of the replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.commands.verify.rows import REPLAY, StepRow, by_rank, not_seen, number, row
+from hvdtrain.commands.verify.script.record import Array
+from hvdtrain.commands.verify.script.replay import Draws, read_draws
+from hvdtrain.system.output.text import plural
+
+EXACT = 1e-9  # relative difference in fp64 that counts as equal
+FLOOR = 1e-6  # the same in fp32, where rounding errors alone are as large
+LARGEST = 0.02  # tolerance with which an equal result shows something
+MARGIN = 10.0  # of a difference over that of one process from itself
+NOISE = 1e-5  # gradients that small, relative to the largest one, are rounding errors
+SAME = 1e-3  # relative difference of a gradient to a multiple of another one
+STEP = REPLAY.number
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one process of a run has drawn and computed."""
+
+    draws: Draws
+    arrays: dict[str, Array]
+
+    @property
+    def updates(self) -> int:
+        """Number of updates."""
+        return len(self.draws.samples)
+
+    def gradients(self, update: int) -> Array:
+        """Return the gradients that an update applied."""
+        return self.arrays[f"gradients {update}"]
+
+    def parameters(self, update: int) -> Array:
+        """Return the parameters after an update."""
+        return self.arrays[f"parameters {update}"]
+
+
+def read_replayed(folder: Path, rank: int) -> Replayed:
+    """Return what a rank has written."""
+    with np.load(folder / f"{rank}.npz") as arrays:
+        return Replayed(read_draws(folder, rank), dict(arrays))
+
+
+def replay_row(
+    ranks: Sequence[Replayed], whole: Replayed, perturbed: Replayed | None, *, exact: bool
+) -> StepRow:
+    """Compare the ranks with one process that trained on the union of their batches.
+
+    Args:
+        ranks: the run of N ranks.
+        whole: the run of one process.
+        perturbed: the same with another order of the samples, and with rounding errors in the
+            parameters, which shows what is no difference; None: not run.
+        exact: whether all is in fp64.
+    """
+    if obstacle := _obstacle(ranks, whole):
+        return not_seen(STEP, f"cannot be replayed: {obstacle}")
+    differences = _differences(ranks[0], whole)
+    limit = EXACT
+    if not exact:
+        noise = max(_differences(whole, perturbed), default=0.0) if perturbed else 0.0
+        limit = max(FLOOR, MARGIN * noise)
+    largest = int(np.argmax(differences))
+    evidence = f"{plural(len(ranks), 'rank')} = one process: largest difference "
+    evidence += f"{number(differences[largest])} at update {largest + 1} of {len(differences)}"
+    evidence += ", in fp64" if exact else f" (rounding: up to {number(limit)})"
+    if whole.draws.batchnorm:
+        evidence += "; statistics of BatchNorm are frozen"
+    if any(run.draws.random for run in ranks) and differences[largest] > limit:
+        reason = "random numbers drawn in the training loop differ between the ranks"
+        return not_seen(STEP, f"cannot be replayed: {reason}")
+    wrong = [update for update, value in enumerate(differences) if not value <= limit]
+    if wrong:
+        evidence = evidence.replace(" = ", " differ from ", 1)
+        evidence += f"; {_cause(ranks, whole, wrong[0])}"
+    elif limit > LARGEST:
+        return not_seen(STEP, f"{evidence}; use --exact to see more")
+    return row(STEP, not wrong, evidence, differences=differences, limit=limit)
+
+
+def _obstacle(ranks: Sequence[Replayed], whole: Replayed) -> str:
+    """Return why the runs cannot be compared; empty if they can."""
+    if reason := next((run.draws.obstacle for run in (*ranks, whole) if run.draws.obstacle), ""):
+        return reason
+    count = min(run.updates for run in (*ranks, whole))
+    if not count:
+        return "no update was made"
+    if not any(ranks[0].draws.indices):
+        return "no DataLoader of samples with an index was seen"
+    for update in range(count):
+        samples = [run.draws.samples[update] for run in ranks]
+        if not all(samples) or sum(samples) != whole.draws.samples[update]:
+            seen = f"{by_rank(samples)} samples by rank, {whole.draws.samples[update]} on one"
+            return f"update {update + 1} is not made of what the DataLoader draws ({seen})"
+    return ""
+
+
+def _differences(left: Replayed, right: Replayed) -> list[float]:
+    """Return the relative difference of gradients and parameters at each update."""
+    differences = []
+    noise = np.ones(left.gradients(0).shape, bool)  # what is a rounding error in each update
+    for update in range(min(left.updates, right.updates)):
+        applied = left.gradients(update), right.gradients(update)
+        large = max(np.abs(applied[0]).max(initial=0), np.abs(applied[1]).max(initial=0))
+        # An adaptive optimizer enlarges these, e.g. of a bias that has no effect.
+        noise &= np.maximum(*np.abs(applied)) <= NOISE * large
+        after = (run.parameters(update)[~noise] for run in (left, right))
+        differences.append(max(_relative(*applied), _relative(*after)))
+    return differences
+
+
+def _relative(left: Array, right: Array) -> float:
+    scale = max(np.linalg.norm(left), np.linalg.norm(right))
+    return float(np.linalg.norm(left - right) / scale) if scale else 0.0
+
+
+def _cause(ranks: Sequence[Replayed], whole: Replayed, update: int) -> str:
+    """Return why the gradients of an update differ from those of one process, as far as known."""
+    applied, expected = ranks[0].gradients(update), whole.gradients(update)
+    if any(_relative(run.gradients(update), applied) > SAME for run in ranks):
+        return "the ranks apply different gradients: they are not reduced"
+    if _relative(applied, expected) <= SAME:
+        return "the gradients are equal, the updates are not"
+    factor = float(applied @ expected / (expected @ expected)) if expected.any() else 0.0
+    if factor and _relative(applied, factor * expected) <= SAME:
+        return f"the gradients are {factor:.3g} times those of one process"
+    counts = [run.draws.samples[update] for run in ranks]
+    if len(set(counts)) > 1:
+        return f"the mean of the ranks' means, of {by_rank(counts)} samples"
+    return (
+        "a mean of the ranks' means, if the loss divides by something else than samples (tokens, "
+        "pixels, weights); or inputs that depend on the rank"
+    )

@@ -1,0 +1,140 @@
+"""Let one process answer for N ranks that hold the same: the collectives of torch.distributed.
+
+SUM gives N times the value, gathering N copies, a mean or a broadcast the value. torch itself sees
+a group of one process, so that DistributedDataParallel and its kin are what they are on one rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.commands.verify.script.watch_distributed import argument
+
+SAMPLERS = "torch.utils.data.distributed"  # of torch, but it is the script's
+# Collectives whose result on one rank depends on what another one holds.
+OTHERS = (
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "all_to_all",
+    "scatter",
+)
+
+
+class UnreplayableError(Exception):
+    """The script communicates in a way that one process cannot answer."""
+
+
+class OneProcess:
+    """Answers as rank 0 of ``ranks``."""
+
+    def __init__(self, torch: Any, ranks: int) -> None:
+        self.torch, self.ranks = torch, ranks
+        self.module = torch.distributed
+
+    def install(self) -> None:
+        """Answer from now on."""
+        self._replace("init_process_group", self._initialize)
+        self._replace("get_world_size", lambda original, *a, **k: self.ranks)
+        self._replace("new_group", self._group)
+        for name in ("all_reduce", "reduce"):
+            self._replace(name, self._reduce)
+        for name in ("broadcast", "broadcast_object_list", "barrier", "monitored_barrier"):
+            self._replace(name, self._keep)
+        for name in ("all_gather", "all_gather_object", "gather", "gather_object"):
+            self._replace(name, self._gather)
+        self._replace("all_gather_into_tensor", self._gather_into)
+        for name in ("reduce_scatter", "reduce_scatter_tensor"):
+            self._replace(name, self._scatter)
+        for name in OTHERS:
+            self._replace(name, _refuse)
+
+    def _replace(self, name: str, answer: Callable[..., Any]) -> None:
+        """Replace a function for the script, not for torch's own modules."""
+        original = getattr(self.module, name, None)
+        if original is None:
+            return
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith("torch.") and caller != SAMPLERS:
+                return original(*args, **kwargs)
+            return answer(original, *args, **kwargs)
+
+        call.__name__ = name
+        setattr(self.module, name, call)
+
+    def _initialize(self, original: Any, backend: Any = None, *_: Any, **__: Any) -> None:
+        store = self.module.HashStore()
+        original(backend, store=store, rank=0, world_size=1)
+
+    def _group(self, original: Any, ranks: Any = None, *_: Any, **__: Any) -> Any:
+        if ranks is not None and len(list(ranks)) != self.ranks:
+            raise UnreplayableError("new_group of some of the ranks")
+        return self.module.group.WORLD
+
+    def _keep(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return _Done() if kwargs.get("async_op") else None
+
+    def _reduce(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = argument(original, 0, args, kwargs)
+        operations = self.module.ReduceOp
+        position = 1 if original.__name__ == "all_reduce" else 2
+        op = args[position] if len(args) > position else kwargs.get("op", operations.SUM)
+        with self.torch.no_grad():
+            tensor.copy_(self._reduced(tensor, op))
+        return self._keep(original, **kwargs)
+
+    def _reduced(self, tensor: Any, op: Any) -> Any:
+        """Return what ``ranks`` equal tensors give."""
+        operations = self.module.ReduceOp
+        if op in (operations.AVG, operations.MAX, operations.MIN, operations.BAND, operations.BOR):
+            return tensor
+        if op == operations.SUM:
+            return tensor * self.ranks
+        if op == operations.PRODUCT:
+            return tensor**self.ranks
+        raise UnreplayableError(f"a reduction by {op}")
+
+    def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        source, target = (0, 1) if original.__name__.startswith("gather") else (1, 0)
+        value, results = (argument(original, n, args, kwargs) for n in (source, target))
+        for number in range(len(results or ())):
+            if self.torch.is_tensor(results[number]):
+                results[number].copy_(value)
+            else:
+                results[number] = copy.deepcopy(value)
+        return self._keep(original, **kwargs)
+
+    def _gather_into(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        result, value = (argument(original, n, args, kwargs) for n in (0, 1))
+        result.copy_(self.torch.cat([value.reshape(-1)] * self.ranks).view(result.shape))
+        return self._keep(original, **kwargs)
+
+    def _scatter(
+        self, original: Any, result: Any, value: Any, op: Any = None, **kwargs: Any
+    ) -> Any:
+        part = value[0] if isinstance(value, list) else value.chunk(self.ranks)[0]
+        result.copy_(self._reduced(part, op or self.module.ReduceOp.SUM).view(result.shape))
+        return self._keep(original, **kwargs)
+
+
+class _Done:
+    """A collective that is done."""
+
+    def wait(self, *_: Any) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+
+def _refuse(original: Any, *_: Any, **__: Any) -> Any:
+    raise UnreplayableError(f"torch.distributed.{original.__name__}")

@@ -1,0 +1,223 @@
+"""Record what N ranks draw and compute in a few updates, and compute the same on one process.
+
+Both runs are of the same script. Its loaders are read here, in this process: each sample is drawn
+after seeding by its loader and index, so that it is the same wherever it is drawn. Dropout is off,
+and the statistics of BatchNorm are frozen. In the run on one process, ``one_process`` answers for
+N ranks, and each batch is the union of those that the ranks drew.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hvdtrain.commands.verify.hooks import after, replace
+from hvdtrain.commands.verify.script.one_process import OneProcess
+from hvdtrain.commands.verify.script.record import Array, ScriptRecorder
+
+UPDATES = 3  # that are compared
+MAX_VALUES = 4_000_000  # of the parameters; of larger models some, at equal distances
+REGULAR = {"updates", "its own end", "exit code 0"}  # ends of a script
+MIX = 1_000_003  # a prime
+DROPOUTS = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+)
+
+
+@dataclass
+class Draws:
+    """What one rank drew, and what it made of it."""
+
+    indices: list[list[list[int]]] = field(default_factory=list)  # by iterator, and by batch
+    samples: list[int] = field(default_factory=list)  # that the model was trained on, by update
+    batchnorm: bool = False  # whether statistics were frozen
+    rounding: float = 0.0  # relative error of the smallest type, of autocast or compression
+    random: bool = False  # whether random numbers were drawn between two batches
+    obstacle: str = ""  # why the script cannot be replayed
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """How a script is run to be compared."""
+
+    folder: Path  # where the draws of the ranks are
+    ranks: int = 0  # that one process stands for; 0: a rank that records
+    exact: bool = False  # in fp64
+    perturbed: bool = False  # another order of the samples, and rounding errors in the parameters
+
+
+class Replay:
+    """Lets the script train on recorded samples, or records them; one for each process."""
+
+    def __init__(self, plan: ReplayPlan, recorder: ScriptRecorder) -> None:
+        self.plan, self.recorder = plan, recorder
+        self.draws = Draws()
+        self.recorded = [read_draws(plan.folder, rank) for rank in range(plan.ranks)]
+        self.arrays: dict[str, Array] = {}
+        self.perturbs = plan.perturbed  # whether the parameters are yet to be
+
+    def start(self, torch: Any) -> None:
+        """Take over loaders, random numbers and layers from now on."""
+        self.torch = torch
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        if self.plan.exact:
+            torch.set_default_dtype(torch.float64)
+        if self.plan.ranks:
+            OneProcess(torch, self.plan.ranks).install()
+        replace(torch.utils.data.DataLoader, "__iter__", self._iterator)
+        functions = torch.nn.functional
+        for name in DROPOUTS:
+            replace(functions, name, _undropped)
+        replace(functions, "scaled_dot_product_attention", _without_dropout)
+        replace(functions, "batch_norm", self._frozen)
+        after(torch.autocast, "__enter__", lambda r, cast: self._rounds(cast.fast_dtype))
+        wrapper = torch.nn.parallel.DistributedDataParallel
+        half = torch.bfloat16  # or another type to which a hook may compress
+        after(wrapper, "register_comm_hook", lambda *a, **k: self._rounds(half))
+        torch.nn.modules.module.register_module_forward_pre_hook(self._perturb)
+        self.recorder.applied = self._applied
+
+    def _frozen(self, original: Any, value: Any, mean: Any, var: Any, *args: Any, **k: Any) -> Any:
+        """Normalize by the running statistics, which do not depend on the other samples."""
+        if mean is None:
+            self.draws.obstacle = "BatchNorm without running statistics depends on the batch"
+            return original(value, mean, var, *args, **k)
+        self.draws.batchnorm = True
+        if "training" in k:
+            k["training"] = False
+        return original(value, mean, var, *args[:2], *[False] * len(args[2:3]), *args[3:], **k)
+
+    def _iterator(self, original: Any, loader: Any) -> Any:
+        """Return the batches of a loader as recorded, or record them."""
+        dataset = loader.dataset
+        stream = isinstance(dataset, self.torch.utils.data.IterableDataset)
+        if loader.batch_sampler is None or stream:
+            self.draws.obstacle = f"{type(dataset).__name__} is not read by batches of indices"
+            return original(loader)
+        number = len(self.draws.indices)
+        drawn: list[list[int]] = []
+        self.draws.indices.append(drawn)
+        return self._batches(loader, number, drawn)
+
+    def _batches(self, loader: Any, number: int, drawn: list[list[int]]) -> Iterator[Any]:
+        for indices in self._union(number) if self.plan.ranks else loader.batch_sampler:
+            drawn.append([int(index) for index in indices])
+            samples = [self._seeded(number, index, loader.dataset) for index in indices]
+            batch = self._cast(loader.collate_fn(samples))
+            state = self._random_state()
+            yield batch
+            self.draws.random |= state != self._random_state()
+
+    def _union(self, number: int) -> Iterator[list[int]]:
+        """Yield what the ranks drew, batch by batch."""
+        by_rank = [draws.indices[number] for draws in self.recorded if number < len(draws.indices)]
+        for batch in range(max(map(len, by_rank), default=0)):
+            parts = [drawn[batch] for drawn in by_rank if batch < len(drawn)]
+            union = [index for part in parts for index in part]
+            yield union[::-1] if self.plan.perturbed else union
+
+    def _random_state(self) -> tuple[Any, ...]:
+        """Return the state of all generators of random numbers."""
+        cuda = self.torch.cuda
+        states = [self.torch.get_rng_state()]
+        states += cuda.get_rng_state_all() if cuda.is_initialized() else []
+        arrays = [state.numpy().tobytes() for state in states]
+        state: Any = np.random.get_state()
+        return random.getstate(), state[1].tobytes(), state[2], *arrays
+
+    def _seeded(self, number: int, index: int, dataset: Any) -> Any:
+        """Draw a sample with the random numbers of its iterator and index."""
+        states = random.getstate(), np.random.get_state(), self.torch.get_rng_state()
+        seed = (number * MIX + int(index)) % 2**32
+        random.seed(seed)
+        np.random.seed(seed)
+        self.torch.manual_seed(seed)
+        try:
+            return dataset[index]
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            self.torch.set_rng_state(states[2])
+
+    def _cast(self, value: Any) -> Any:
+        """Cast the floating-point tensors of a batch to fp64, if the plan says so."""
+        if isinstance(value, dict):
+            return type(value)({key: self._cast(part) for key, part in value.items()})
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self._cast, value))
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._cast, value))
+        exact = self.plan.exact and self.torch.is_tensor(value) and value.is_floating_point()
+        return value.double() if exact else value
+
+    def _rounds(self, dtype: Any) -> None:
+        """Record that values of ``dtype`` are computed with, or sent."""
+        self.draws.rounding = max(self.draws.rounding, self.torch.finfo(dtype).eps)
+
+    def _perturb(self, module: Any, _: Any) -> None:
+        """Change each parameter of the model by a rounding error, before its first pass."""
+        parameters = list(module.parameters()) if self.perturbs else []
+        self.perturbs = self.perturbs and not parameters
+        generator = self.torch.Generator().manual_seed(0)
+        for parameter in parameters:
+            if hasattr(parameter, "to_local"):  # of FSDP
+                parameter = parameter.to_local()
+            eps = max(self.torch.finfo(parameter.dtype).eps, *(d.rounding for d in self.recorded))
+            signs = self.torch.randint(0, 2, parameter.shape, generator=generator) * 2.0 - 1
+            parameter.data *= (1 + eps * signs.double()).to(parameter)
+
+    def _applied(self, gradients: Sequence[Array], parameters: Callable[[], list[Array]]) -> None:
+        """Keep gradients and parameters of an update."""
+        number = len(self.draws.samples)
+        self.draws.samples.append(self.recorder.record.updates[-1].samples)
+        self.arrays[f"gradients {number}"] = _some(gradients)
+        self.arrays[f"parameters {number}"] = _some(parameters())
+        local = self.recorder.record.updates[-1].local
+        if local is not None:
+            self.arrays[f"local {number}"] = np.array(local)
+
+    def finish(self) -> None:
+        """Write the draws and the values."""
+        rank, folder = self.recorder.path.stem, self.recorder.path.parent
+        ended = self.recorder.record.ended or ""
+        if ended not in REGULAR:
+            self.draws.obstacle = self.draws.obstacle or ended
+        np.savez(folder / f"{rank}.npz", **self.arrays)  # type: ignore[arg-type]
+        (folder / f"{rank}.draws").write_text(json.dumps(self.draws, default=vars))
+
+
+def read_draws(folder: Path, rank: int) -> Draws:
+    """Return the draws that a rank has written."""
+    return msgspec.convert(json.loads((folder / f"{rank}.draws").read_bytes()), Draws)
+
+
+def _some(tensors: Sequence[Array]) -> Array:
+    """Return the values of all tensors in fp64, or of a large model some."""
+    flat = np.concatenate([np.ravel(tensor) for tensor in tensors]).astype(np.float64)
+    return flat[:: -(-len(flat) // MAX_VALUES)]
+
+
+def _undropped(_: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the input of a dropout."""
+    return args[0] if args else kwargs["input"]
+
+
+def _without_dropout(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attend without dropout, the fifth argument."""
+    if "dropout_p" in kwargs:
+        kwargs["dropout_p"] = 0.0
+    return original(*args[:4], *[0.0] * len(args[4:5]), *args[5:], **kwargs)
