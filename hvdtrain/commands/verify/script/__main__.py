@@ -73,12 +73,19 @@ def main() -> int:
         if len(text) > MAX_LENGTH:  # TensorFlow puts the call stack first
             text = f"{text[: MAX_LENGTH // 3]} ... {text[-MAX_LENGTH * 2 // 3 :]}"
         recorder.record.ended = text + _line(error, script)
-    imported = (name for name in OTHERS if name in sys.modules)
-    recorder.record.library = next(imported, recorder.record.library)
+    if not recorder.record.distributed or _accelerates():
+        imported = (name for name in OTHERS if name in sys.modules)
+        recorder.record.library = next(imported, recorder.record.library)
     if replay:
         replay.finish()
     recorder.finish()
     return code
+
+
+def _accelerates() -> bool:
+    """Return whether accelerate distributes the script, which other libraries import too."""
+    state = sys.modules.get("accelerate.state")
+    return bool(state and state.PartialState._shared_state)
 
 
 def torchrun_variables(master: str, stands_for: int = 0) -> dict[str, str]:

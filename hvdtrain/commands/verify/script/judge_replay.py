@@ -77,9 +77,18 @@ def replay_row(
     if any(run.draws.random for run in ranks) and differences[largest] > limit:
         reason = "random numbers drawn in the training loop differ between the ranks"
         return not_seen(STEP, f"cannot be replayed: {reason}")
+    if perturbed and (perturbed.draws.obstacle or perturbed.updates < len(differences)):
+        return not_seen(STEP, f"cannot be replayed: {perturbed.draws.obstacle or 'it has ended'}")
     wrong = [update for update, value in enumerate(differences) if not value <= limit]
     if wrong:
         evidence = evidence.replace(" = ", " differ from ", 1)
+        applied, expected = (run.gradients(wrong[0]) for run in (ranks[0], whole))
+        if (
+            _relative(len(ranks) * applied, expected) <= SAME
+        ):  # a sum for a mean gives no such factor
+            return not_seen(
+                STEP, f"{evidence}; the loss is divided by a constant number of samples"
+            )
         evidence += f"; {_cause(ranks, whole, wrong[0])}"
     elif limit > LARGEST:
         return not_seen(STEP, f"{evidence}; use --exact to see more")
@@ -95,20 +104,36 @@ def _obstacle(ranks: Sequence[Replayed], whole: Replayed) -> str:
         return "no update was made"
     if not any(ranks[0].draws.indices):
         return "no DataLoader of samples with an index was seen"
+    if whole.draws.by_rank and not _is_disjoint(ranks):
+        return "the dataset is another one on each rank"
     for update in range(count):
         samples = [run.draws.samples[update] for run in ranks]
         if not all(samples) or sum(samples) != whole.draws.samples[update]:
+            if not any(samples):
+                return "the input of the model was not seen (it is passed by keyword, or in a dict)"
             seen = f"{by_rank(samples)} samples by rank, {whole.draws.samples[update]} on one"
             return f"update {update + 1} is not made of what the DataLoader draws ({seen})"
+        for kind in (Replayed.gradients, Replayed.parameters):
+            here, there = kind(ranks[0], update), kind(whole, update)
+            if here.shape != there.shape:
+                return "one process holds more of the model than a rank"
+            if not (np.isfinite(here).all() and np.isfinite(there).all()):
+                return f"update {update + 1} is not finite"
+    if ranks[0].draws.start != whole.draws.start:
+        return (
+            "the runs begin with different parameters: a checkpoint of an earlier run, or a seed "
+            "that changes"
+        )
     return ""
 
 
 def _differences(left: Replayed, right: Replayed) -> list[float]:
     """Return the relative difference of gradients and parameters at each update."""
     differences = []
-    noise = np.ones(left.gradients(0).shape, bool)  # what is a rounding error in each update
+    noises: dict[int, Array] = {}  # by size: what is a rounding error in each update
     for update in range(min(left.updates, right.updates)):
         applied = left.gradients(update), right.gradients(update)
+        noise = noises.setdefault(applied[0].size, np.ones(applied[0].shape, bool))
         large = max(np.abs(applied[0]).max(initial=0), np.abs(applied[1]).max(initial=0))
         # An adaptive optimizer enlarges these, e.g. of a bias that has no effect.
         noise &= np.maximum(*np.abs(applied)) <= NOISE * large
@@ -122,9 +147,17 @@ def _relative(left: Array, right: Array) -> float:
     return float(np.linalg.norm(left - right) / scale) if scale else 0.0
 
 
+def _is_disjoint(ranks: Sequence[Replayed]) -> bool:
+    """Return whether a sampler gave each rank other indices of the first loader."""
+    drawn = [{index for batch in run.draws.indices[0] for index in batch} for run in ranks]
+    return len(set.union(*drawn)) == sum(map(len, drawn))
+
+
 def _cause(ranks: Sequence[Replayed], whole: Replayed, update: int) -> str:
     """Return why the gradients of an update differ from those of one process, as far as known."""
     applied, expected = ranks[0].gradients(update), whole.gradients(update)
+    if whole.draws.by_rank:
+        return "the samples depend on the rank"
     if any(_relative(run.gradients(update), applied) > SAME for run in ranks):
         return "the ranks apply different gradients: they are not reduced"
     if _relative(applied, expected) <= SAME:

@@ -44,7 +44,6 @@ WHOLE = {
     "broadcast_state",
     "DistributedDataParallel",
     "fully_shard",
-    "FullyShardedDataParallel",
 }
 WRAPPERS = {"DistributedOptimizer", "DistributedDataParallel"}  # of which a mean is expected
 

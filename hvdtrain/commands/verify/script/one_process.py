@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.commands.verify.script.watch_distributed import argument
+from hvdtrain.commands.verify.script.watch_horovod import SMALL
 
 SAMPLERS = "torch.utils.data.distributed"  # of torch, but it is the script's
 # Collectives whose result on one rank depends on what another one holds.
@@ -104,6 +105,8 @@ class OneProcess:
     def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         source, target = (0, 1) if original.__name__.startswith("gather") else (1, 0)
         value, results = (argument(original, n, args, kwargs) for n in (source, target))
+        if self.torch.is_tensor(value):
+            self._check(value)
         for number in range(len(results or ())):
             if self.torch.is_tensor(results[number]):
                 results[number].copy_(value)
@@ -111,8 +114,14 @@ class OneProcess:
                 results[number] = copy.deepcopy(value)
         return self._keep(original, **kwargs)
 
+    def _check(self, value: Any) -> None:
+        """Raise an error for what may be activations: one process has those of all samples."""
+        if value.numel() > SMALL and value.is_floating_point() and self.torch.is_grad_enabled():
+            raise UnreplayableError("a gather of activations")
+
     def _gather_into(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result, value = (argument(original, n, args, kwargs) for n in (0, 1))
+        self._check(value)
         result.copy_(self.torch.cat([value.reshape(-1)] * self.ranks).view(result.shape))
         return self._keep(original, **kwargs)
 

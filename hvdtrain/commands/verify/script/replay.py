@@ -21,10 +21,12 @@ import numpy as np
 from hvdtrain.commands.verify.hooks import after, replace
 from hvdtrain.commands.verify.script.one_process import OneProcess
 from hvdtrain.commands.verify.script.record import Array, ScriptRecorder
+from hvdtrain.commands.verify.script.watch_torch import mark
 
 UPDATES = 3  # that are compared
 MAX_VALUES = 4_000_000  # of the parameters; of larger models some, at equal distances
 REGULAR = {"updates", "its own end", "exit code 0"}  # ends of a script
+MAX_MARKS = 2000  # samples of which digests are kept
 MIX = 1_000_003  # a prime
 DROPOUTS = (
     "dropout",
@@ -46,6 +48,9 @@ class Draws:
     rounding: float = 0.0  # relative error of the smallest type, of autocast or compression
     random: bool = False  # whether random numbers were drawn between two batches
     obstacle: str = ""  # why the script cannot be replayed
+    marks: dict[str, str] = field(default_factory=dict)  # digests of some samples, by their keys
+    by_rank: bool = False  # whether a sample was not that which its rank had drawn
+    start: str = ""  # digest of the parameters before the first update
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,10 @@ class Replay:
             replace(functions, name, _undropped)
         replace(functions, "scaled_dot_product_attention", _without_dropout)
         replace(functions, "batch_norm", self._frozen)
-        after(torch.autocast, "__enter__", lambda r, cast: self._rounds(cast.fast_dtype))
+        plain = torch.nn.modules.batchnorm._BatchNorm.forward
+        # On several ranks of GPUs it does not call the function.
+        replace(torch.nn.SyncBatchNorm, "forward", lambda original, *a, **k: plain(*a, **k))
+        after(torch.autocast, "__enter__", lambda r, cast: self._casts(cast))
         wrapper = torch.nn.parallel.DistributedDataParallel
         half = torch.bfloat16  # or another type to which a hook may compress
         after(wrapper, "register_comm_hook", lambda *a, **k: self._rounds(half))
@@ -145,13 +153,29 @@ class Replay:
         seed = (number * MIX + int(index)) % 2**32
         random.seed(seed)
         np.random.seed(seed)
-        self.torch.manual_seed(seed)
+        self.torch.default_generator.manual_seed(seed)
         try:
-            return dataset[index]
+            sample = dataset[index]
+            self._compare(f"{number} {index}", sample)
+            return sample
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
             self.torch.set_rng_state(states[2])
+
+    def _compare(self, key: str, sample: Any) -> None:
+        """Record a sample, and whether the ranks had another one under this index."""
+        marks = self.draws.marks
+        if key in marks or len(marks) >= MAX_MARKS:
+            return
+        marks[key] = mark(sample)
+        for rank, draws in enumerate(self.recorded):
+            if draws.marks.get(key, marks[key]) == marks[key]:
+                continue
+            if rank:
+                self.draws.by_rank = True
+            else:  # this process is rank 0, too
+                self.draws.obstacle = "the dataset draws random numbers of a generator of its own"
 
     def _cast(self, value: Any) -> Any:
         """Cast the floating-point tensors of a batch to fp64, if the plan says so."""
@@ -163,6 +187,10 @@ class Replay:
             return type(value)(map(self._cast, value))
         exact = self.plan.exact and self.torch.is_tensor(value) and value.is_floating_point()
         return value.double() if exact else value
+
+    def _casts(self, cast: Any) -> None:
+        if cast._enabled:
+            self._rounds(cast.fast_dtype)
 
     def _rounds(self, dtype: Any) -> None:
         """Record that values of ``dtype`` are computed with, or sent."""
@@ -184,6 +212,8 @@ class Replay:
         """Keep gradients and parameters of an update."""
         number = len(self.draws.samples)
         self.draws.samples.append(self.recorder.record.updates[-1].samples)
+        if number == 0:
+            self.draws.start = self.recorder.record.updates[-1].before.digest
         self.arrays[f"gradients {number}"] = _some(gradients)
         self.arrays[f"parameters {number}"] = _some(parameters())
         local = self.recorder.record.updates[-1].local

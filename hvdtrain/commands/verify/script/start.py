@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 from hvdtrain.commands.launch.hosts import find_allocation
 from hvdtrain.commands.launch.prepare import Request, prepare
@@ -21,6 +22,7 @@ from hvdtrain.commands.verify.script.judge_replay import STEP, read_replayed, re
 from hvdtrain.commands.verify.script.judge_updates import KERAS
 from hvdtrain.commands.verify.script.record import DETAILED, Record, Records, read_record
 from hvdtrain.commands.verify.script.replay import UPDATES
+from hvdtrain.commands.verify.script.watch_distributed import FSDP1
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, HvdtrainError, UsageError
 from hvdtrain.system.output import Report
 from hvdtrain.system.output.tables import message
@@ -163,7 +165,7 @@ def _replay(run_on: Callable[..., object], folder: Path, ranks: int, *, exact: b
         if not exact:
             run_on(1, UPDATES, perturbed, more=[*more, "--perturbed"])
         noise = None if exact else read_replayed(perturbed, 0)
-    except FileNotFoundError:
+    except (OSError, ValueError, BadZipFile):  # a rank was killed before or while it wrote
         return not_seen(STEP, "cannot be replayed: the script did not end")
     return replay_row(by_rank, together, noise, exact=exact)
 
@@ -178,6 +180,8 @@ def _check(script: Path, records: Records) -> None:
 def other_library(records: Records, script: Path) -> str:
     """Return what distributes a script and is not watched; empty if nothing does."""
     text = script.read_text(errors="replace")  # it may have failed before it used them
+    if any(record.library == FSDP1 for record in records):
+        return FSDP1
     if any(record.judged for record in records) or re.search(OUR_IMPORTS, text):
         return ""
     word = re.search(OTHER_WORDS, text)

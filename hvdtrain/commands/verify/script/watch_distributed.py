@@ -20,6 +20,7 @@ from hvdtrain.commands.verify.script.watch_horovod import SMALL, copied, count, 
 from hvdtrain.system.runtime.detect import detect
 
 DDP = "DistributedDataParallel"
+FSDP1 = "FullyShardedDataParallel (use fully_shard)"
 BROADCASTS = ("broadcast", "broadcast_object_list")
 REDUCTIONS = ("all_reduce", "reduce")
 SCATTERS = ("reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced")
@@ -69,8 +70,7 @@ class DistributedWatch:
     def shards(self, module: Any) -> None:
         """Watch ``torch.distributed.fsdp``, whose shards are parts of one copy of the model."""
         after(module, "fully_shard", lambda *a, **k: self._sharded("fully_shard"))
-        name = "FullyShardedDataParallel"
-        after(getattr(module, name), "__init__", lambda *a, **k: self._sharded(name))
+        after(module.FullyShardedDataParallel, "__init__", self._flattened)
 
     @property
     def by_script(self) -> bool:
@@ -102,6 +102,11 @@ class DistributedWatch:
             self.recorder.record.distributed = True
             self.recorder.call(name)
             self.recorder.record.reduced += 1
+
+    def _flattened(self, *_: Any, **__: Any) -> None:
+        """Refuse FSDP1, of whose parameters each rank has a piece without a shape."""
+        if self.by_script:
+            self.recorder.record.library = FSDP1
 
     def _forward(self, module: Any, _: Any) -> None:
         """Count the passes after which DDP reduces the gradients."""
@@ -144,6 +149,8 @@ class DistributedWatch:
     def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         source, target = (argument(original, n, args, kwargs) for n in GATHERS[original.__name__])
+        if self.by_script and self.torch.is_tensor(source):
+            self.recorder.record.reduced += self.recorder.is_gradient(source)
         if self.by_script and result is None and 0 < count(source) <= SMALL:
             before = np.concatenate([np.ravel(copied(leaf)) for leaf in leaves(source)])
             self._metric(original.__name__, before, target, args, kwargs)

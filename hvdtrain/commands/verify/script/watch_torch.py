@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib
 import random
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -212,15 +213,19 @@ class LoaderWatch:
         self.torch.manual_seed(0)
         indices = np.linspace(0, record.loader.samples - 1, INSPECTED).astype(int).tolist()
         with contextlib.suppress(Exception):  # the dataset may be of any type
-            probes = [_mark(self.dataset[index]) for index in indices]
+            probes = [mark(self.dataset[index]) for index in indices]
             record.loader = dataclasses.replace(record.loader, probes=probes)
 
 
-def _mark(value: Any) -> str:
+def mark(value: Any) -> str:
     """Return a digest of a sample of any type."""
     if isinstance(value, tuple | list):
-        return "".join(_mark(part) for part in value)
-    data = _array(value).tobytes() if hasattr(value, "detach") else np.asarray(value).tobytes()
+        return "".join(mark(part) for part in value)
+    if isinstance(value, Mapping):
+        return mark(list(value.values()))
+    array = _array(value) if hasattr(value, "detach") else np.asarray(value)
+    # Of other objects, e.g. images, an array has only their addresses.
+    data = type(value).__name__.encode() if array.dtype.hasobject else array.tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
