@@ -41,6 +41,7 @@ class Rank(Connected, Protocol):
 
     world: World
     device: Any  # of the framework
+    has_gpu: bool
     framework: Framework
     comm_options: CommOptions
     waits: Waits

@@ -19,7 +19,7 @@ import functools
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -216,8 +216,7 @@ class Buckets(GradientSums):
             self._summed, self._has_local = False, True
             return
         if not self._running:
-            weight = self.adapter.pass_weight
-            self.accumulation.begin(weight, self._all_parameters(), local=self._has_local)
+            self.begin_pass(local=self._has_local)
             self._running = True
             # At the end of the pass, as in DDP and FSDP; there is no public API for it.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -248,9 +247,10 @@ class Buckets(GradientSums):
         """Complete the sums of a backward pass."""
         self._running = self._has_local = False
         self._sum(self.adapter.parts_begun % STEP)
-        self.accumulation.end(self._all_parameters())
+        self.end_pass()
 
-    def _all_parameters(self) -> Iterator[torch.nn.Parameter]:
+    @override
+    def all_parameters(self) -> Iterable[torch.nn.Parameter]:
         return (value for bucket in self.buckets for value in bucket.parameters)
 
     def _sum(self, moment: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -164,7 +164,13 @@ class WeightedDdp(DistributedDataParallel, GradientSums):
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     @override
-    def expect_weights(self) -> None:
+    def all_parameters(self) -> Iterable[torch.nn.Parameter]:
+        return self.parameters()
+
+    @override
+    def expect_weight(self) -> None:
+        super().expect_weight()
+        self._is_begun = False
         if not self._nodes:
             before = _Watch(self, WeightedDdp.arriving)
             trained = (value for value in self.parameters() if id(value) in self._trained)
@@ -174,13 +180,12 @@ class WeightedDdp(DistributedDataParallel, GradientSums):
         """Begin a backward pass that may have a weight."""
         if self._is_begun or not self.require_backward_grad_sync:
             return
-        weight = self.adapter.pass_weight
-        self.accumulation.begin(weight, self.parameters(), local=self._has_local)
+        self.begin_pass(local=self._has_local)
         self._is_begun = True
 
     def _end_pass(self) -> None:
         if not self._is_begun:
-            self.accumulation.begin(None, ())
+            self.begin_pass(local=False)
         self._running = self._has_local = self._is_begun = False
         # After DDP's own callback, which sets the gradients.
         torch.autograd.Variable._execution_engine.queue_callback(self._sum_rest)
@@ -190,7 +195,7 @@ class WeightedDdp(DistributedDataParallel, GradientSums):
         self._summed = not self._unsummed
         if self._unsummed:
             self.synchronize()
-        self.accumulation.end(self.parameters())
+        self.end_pass()
 
     @override
     def attach(self, optimizer: torch.optim.Optimizer) -> None:

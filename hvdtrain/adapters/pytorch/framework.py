@@ -289,13 +289,14 @@ class PyTorchFramework(Framework):
         number = number_of(count, adapter)
         adapter.pass_weight = LossWeight(number, lambda total: lambda: total)
         parameters = {optimizer: parameters_of(optimizer) for optimizer in optimizers}
-        for optimizer in [each for each in parameters if each not in self._passes]:
-            mine = parameters[optimizer]
-            if not self._passes:  # with those of the models that no optimizer has
-                known = {id(value) for values in parameters.values() for value in values}
-                all_of = (value for model in adapter.models for value in model.parameters())
-                mine += [value for value in all_of if id(value) not in known]
-            self._passes[optimizer] = LocalPasses(optimizer, mine, adapter)
+        known = {id(value) for values in parameters.values() for value in values}
+        all_of = (value for model in adapter.models for value in model.parameters())
+        others = [value for value in all_of if id(value) not in known]  # with the first optimizer
+        for optimizer, updated in parameters.items():
+            if optimizer not in self._passes:
+                self._passes[optimizer] = LocalPasses(optimizer, adapter)
+            self._passes[optimizer].expect(updated, others)
+            others = []
 
     @override
     def synchronize_batchnorm(self, adapter: Rank, task: Any, sum_tensor: SumOverRanks) -> None:

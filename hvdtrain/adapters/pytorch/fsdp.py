@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -226,6 +226,10 @@ class Communication(GradientSums):
                 unit.set_custom_reduce_scatter(UnitCollective(self.reduce_scatter))  # type: ignore[arg-type]
 
     @override
+    def all_parameters(self) -> Iterable[torch.nn.Parameter]:
+        return self.model.parameters()
+
+    @override
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self.model.set_requires_gradient_sync(False)
@@ -247,8 +251,7 @@ class Communication(GradientSums):
     ) -> Any:
         """Sum the weighted gradients of a unit; each rank receives its rows."""
         if not self._running:
-            weight = self.adapter.pass_weight
-            self.accumulation.begin(weight, self.model.parameters(), local=self._unsummed)
+            self.begin_pass(local=self._unsummed)
             self._running = True
             # At the end of the pass; there is no public API for it.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
@@ -271,7 +274,7 @@ class Communication(GradientSums):
     def _end_pass(self) -> None:
         self._running = self._unsummed = False
         self.mark_summed()
-        self.accumulation.end(self.model.parameters())
+        self.end_pass()
         self._known = {key: weakref.ref(grad) for key, grad in self._gradients().items()}
 
     @override

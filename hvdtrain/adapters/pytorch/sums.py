@@ -103,7 +103,8 @@ class GradientSums(ABC):
         """Set the adapter of this rank; no constructor, as ``DistributedDataParallel`` has one."""
         self.adapter = adapter
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, since the last sum
-        self.accumulation = Accumulation()
+        # Of each optimizer. The gradients of other parameters are averaged with the first.
+        self._updates: weakref.WeakKeyDictionary[Any, Accumulation] = weakref.WeakKeyDictionary()
 
     def begin(self) -> None:
         """Expect a backward pass, or gradients that are assigned: a part or a closure begins."""
@@ -122,6 +123,7 @@ class GradientSums(ABC):
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Synchronize before each step of ``optimizer``, or each time after its closure."""
+        self._updates[optimizer] = Accumulation()
         optimizer.register_step_pre_hook(once_per_step(self._before_step))
 
     def synchronize_of(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -164,10 +166,41 @@ class GradientSums(ABC):
     def _end_update(self, optimizer: torch.optim.Optimizer) -> None:
         self.synchronize()
         self._stepped.add(optimizer)
-        self.accumulation.reset()
+        self._updates[optimizer].reset()
 
-    def expect_weights(self) -> None:  # noqa: B027 (most know when a pass begins)
-        """Begin weighted passes before their first gradient; called before each of them."""
+    @abstractmethod
+    def all_parameters(self) -> Iterable[torch.nn.Parameter]:
+        """Return the parameters whose gradients are summed."""
+
+    def begin_pass(self, *, local: bool) -> None:
+        """Begin a pass before its first gradient; ``local``: see ``Accumulation.begin``."""
+        weight = self.adapter.pass_weight
+        if weight is None and not any(update.has_weights for update in self._updates.values()):
+            for update in self._updates.values():
+                update.begin(None, ())
+            return
+        for update, updated, others in self._groups_of_updates():
+            update.begin(weight, updated, others, local=local)
+
+    def end_pass(self) -> None:
+        """End a pass, whose gradients were summed."""
+        if any(update.has_weights for update in self._updates.values()):
+            for update, updated, others in self._groups_of_updates():
+                update.end(updated, others)
+
+    def _groups_of_updates(self) -> Iterator[tuple[Accumulation, list[Any], list[Any]]]:
+        """Yield the update of each optimizer, its parameters, and others."""
+        updated = {id(update): parameters_of(each) for each, update in self._updates.items()}
+        known = {id(value) for values in updated.values() for value in values}
+        others = [value for value in self.all_parameters() if id(value) not in known]
+        for update in self._updates.values():
+            yield update, updated[id(update)], others
+            others = []
+
+    def expect_weight(self) -> None:
+        """Expect a pass with a weight, after which one that has failed is over."""
+        for update in self._updates.values():
+            update.abort()
 
     @contextmanager
     def blocked(self, call: str) -> Iterator[None]:
@@ -246,7 +279,7 @@ class TorchStrategy(BaseStrategy):
         self._complete_count()
         self.adapter.pass_weight = self._loss_weight = LossWeight(number, self.start_sum)
         for sums in self.gradient_sums:
-            sums.expect_weights()
+            sums.expect_weight()
 
     def _complete_count(self) -> None:
         """Wait for the sum of the last count, also if no pass has used it."""

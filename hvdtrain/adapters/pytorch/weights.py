@@ -93,7 +93,7 @@ def weigh(gradients: torch.Tensor, factor: Number | None, out: torch.Tensor) -> 
 
 
 class Accumulation:
-    """The weighted passes of an update, whose gradients it averages by their counts.
+    """The weighted passes of an optimizer's update, whose gradients it averages by their counts.
 
     An update begins after a step of the optimizer, or when its gradients are None or zero.
     """
@@ -103,31 +103,40 @@ class Accumulation:
         self._is_plain = False  # there were passes without a weight
         self._weight: LossWeight | None = None  # of the last weighted pass
         self._is_open = False  # that pass has not ended
-        self._version = -1  # of the gradients at its end
-        self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and gradients
+        self._versions: list[int] = []  # of the gradients at its end
+        # Parameters, their gradients of earlier passes, and copies of these.
+        self._earlier: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether a pass of this update has a weight."""
+        return self._is_open or self._total is not None
 
     def reset(self) -> None:
         """Begin another update."""
         self._total, self._is_plain = None, False
 
     def begin(
-        self, weight: LossWeight | None, parameters: Iterable[torch.Tensor], *, local: bool = False
+        self,
+        weight: LossWeight | None,
+        updated: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor] = (),
+        *,
+        local: bool = False,
     ) -> None:
-        """Begin a backward pass, before its first gradient; None: each sample weighs the same.
+        """Begin a backward pass, before its first gradient.
 
         Args:
-            weight: weight of its loss.
-            parameters: all parameters that may have gradients.
+            weight: weight of its loss; None: each sample weighs the same.
+            updated: parameters of the optimizer.
+            others: parameters whose gradients are averaged with them.
             local: whether there were passes within ``no_sync`` before it.
 
         Raises:
             UsageError: the passes of an update have weights in part, or two have the same one.
         """
-        held = []
-        if weight or self._total is not None:
-            held = [(value, value.grad) for value in parameters if value.grad is not None]
-            if self._is_cleared([_values(gradient) for _, gradient in held]):
-                self.reset()
+        if (weight or self._total is not None) and self._is_cleared(_gradients(updated)):
+            self.reset()
         if weight is None:
             mixed, self._is_plain = self._total is not None, True
         else:
@@ -140,10 +149,14 @@ class Accumulation:
         if weight is None:
             return
         if weight is self._weight:
-            raise UsageError("weight_loss(count) weighs one backward pass: call it before each")
+            raise UsageError(
+                "weight_loss(count) weighs one backward pass: call it before each (and checkpoints "
+                "of torch.utils with use_reentrant=False)"
+            )
         self._weight, self._is_open = weight, True
         if self._total is not None:
-            self._earlier = [(value, gradient.clone()) for value, gradient in held]
+            held = [(p, p.grad) for p in (*updated, *others) if p.grad is not None]
+            self._earlier = [(value, gradient, gradient.clone()) for value, gradient in held]
             for value, _ in held:
                 value.grad = None
 
@@ -151,33 +164,47 @@ class Accumulation:
         if not gradients:
             return True
         # The host reads those of a GPU only if they were changed, e.g. by zero_grad, since a pass.
-        changed = gradients[0]._version != self._version
+        changed = [gradient._version for gradient in gradients] != self._versions
         return changed and not any(bool(gradient.any()) for gradient in gradients)
 
     @torch.no_grad()
-    def end(self, parameters: Iterable[torch.Tensor]) -> None:
+    def end(self, updated: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> None:
         """End a backward pass, whose gradients were summed: merge those of the earlier ones."""
         if not self._is_open:
             return
+        if not _gradients(updated):  # a pass of another optimizer's
+            self.abort()
+            return
         assert self._weight is not None
-        self._is_open, total, parameters = False, self._weight.total, list(parameters)
-        if self._total is not None:
+        self._is_open, total = False, self._weight.total
+        if self._total is None:
+            self._total = total
+        else:
             self._total = self._total + total
             share = _quotient(total, self._total)
-            for value in parameters:
-                if value.grad is not None:
-                    _values(value.grad).mul_(share)
-            for value, gradient in self._earlier:
-                _values(gradient).mul_(1 - share)
-                if value.grad is None:
-                    value.grad = gradient
+            for gradient in _gradients((*updated, *others)):
+                gradient.mul_(share)
+            for value, gradient, copy in self._earlier:
+                _values(copy).mul_(1 - share)
+                if value.grad is None:  # its memory is that of the sums
+                    value.grad = gradient.copy_(copy)
                 else:
-                    value.grad.add_(gradient)
+                    value.grad.add_(copy)
             self._earlier = []
-        else:
-            self._total = total
-        first = next((value.grad for value in parameters if value.grad is not None), None)
-        self._version = -1 if first is None else _values(first)._version
+        self._versions = [gradient._version for gradient in _gradients(updated)]
+
+    @torch.no_grad()
+    def abort(self) -> None:
+        """Drop what remains of a pass that has failed."""
+        self._is_open = False
+        for value, gradient, copy in self._earlier:
+            value.grad = gradient.copy_(copy)
+        self._earlier = []
+
+
+def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's parts of the gradients."""
+    return [_values(value.grad) for value in parameters if value.grad is not None]
 
 
 def _values(gradient: Any) -> torch.Tensor:
@@ -203,26 +230,43 @@ def before_gradient(parameter: torch.Tensor, hook: Callable[[Any], None]) -> tup
 class LocalPasses:
     """The weighted passes of an optimizer in one process, whose results are those of several."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], adapter: Rank
-    ) -> None:
-        self._adapter, self._parameters = weakref.ref(adapter), parameters
-        self._running, self._accumulation = False, Accumulation()
-        self._nodes = [before_gradient(value, self._arriving) for value in parameters]
-        if any(value.grad is not None for value in parameters):
-            self._accumulation.begin(None, ())  # unless zero_grad follows
+    def __init__(self, optimizer: torch.optim.Optimizer, adapter: Rank) -> None:
+        self._adapter, self._running = weakref.ref(adapter), False
+        self._accumulation = Accumulation()
+        self._parameters: dict[int, torch.Tensor] = {}
+        self._updated: Sequence[torch.Tensor] = ()
+        self._others: Sequence[torch.Tensor] = ()
+        self._nodes: list[Any] = []
         optimizer.register_step_post_hook(lambda *_: self._accumulation.reset())
         weakref.finalize(optimizer, self._nodes.clear)  # else they would never be collected
+
+    def expect(self, updated: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+        """Expect a pass with the gradients of an optimizer's parameters, and of ``others``."""
+        is_first = not self._parameters
+        self._updated, self._others, self._running = updated, others, False
+        for value in (*updated, *others):
+            if id(value) not in self._parameters:
+                self._parameters[id(value)] = value
+                self._nodes.append(before_gradient(value, self._arriving))
+        self._accumulation.abort()
+        if is_first and any(value.grad is not None for value in updated):
+            self._accumulation.begin(None, updated)  # unless zero_grad follows
 
     def _arriving(self, _: Any) -> None:
         adapter = self._adapter()
         if self._running or adapter is None:
             return
-        self._accumulation.begin(adapter.pass_weight, self._parameters)
+        self._accumulation.begin(adapter.pass_weight, self._updated, self._others)
         self._running = True
         # At the end of the pass; there is no public API for it.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
+    @torch.no_grad()
     def _finish(self) -> None:
         self._running = False
-        self._accumulation.end(self._parameters)
+        adapter = self._adapter()
+        weight = adapter.pass_weight if adapter else None
+        if weight and (isinstance(weight.share, torch.Tensor) or not weight.share):
+            for gradient in _gradients((*self._updated, *self._others)):
+                weigh(gradient, weight.share, out=gradient)  # may be nan
+        self._accumulation.end(self._updated, self._others)

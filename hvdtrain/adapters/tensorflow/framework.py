@@ -176,8 +176,14 @@ class TensorFlowFramework(Framework):
 
     @override
     def weigh(self, adapter: Rank, count: Any, optimizers: Iterable[Any]) -> None:
-        if isinstance(count, (int, float)) and not 0 <= count < math.inf:
-            raise not_a_count(count)
+        known = not tf.is_tensor(count) or (tf.executing_eagerly() and not adapter.has_gpu)
+        if known and np.ndim(count) == 0:
+            try:
+                is_count = 0 <= float(count) < math.inf
+            except (TypeError, ValueError):
+                is_count = False
+            if not is_count:
+                raise not_a_count(count)
         self.loss_weights.set(count)
 
     @override
@@ -189,6 +195,8 @@ class TensorFlowFramework(Framework):
     def leave_out(self, models: Iterable[Any], stand_in: Any) -> None:
         # A traced function has a state of its own, in which `stand_in` is a tensor.
         self.stand_in, traced = stand_in, tf.inside_function()
+        if not traced:  # a part begins or ends
+            self.loss_weights.drop()
         before, kept = self._kept.pop(traced, (False, []))
 
         def restore() -> None:

@@ -59,6 +59,11 @@ class LossWeights:
         """Return the count, ``NONE`` without one, a scalar in fp64."""
         return tf.identity(self._count)
 
+    def drop(self) -> None:
+        """Remove a count that no update has taken."""
+        if self._count is not None:
+            self._count.assign(np.float64(NONE))
+
     def clear(self, total: Any) -> None:
         """Remove the count, once ``total``, what became of it, is known."""
         with tf.control_dependencies([total]):

@@ -32,8 +32,8 @@ draw = torch.Generator().manual_seed(3)
 TOKENS = torch.randn(SAMPLES, 7, 6, generator=draw)  # sequences of vectors, or rows of pixels
 WORDS = torch.randint(CLASSES, (SAMPLES, 7), generator=draw)
 PADDING = torch.rand(SAMPLES, 7, generator=draw) < torch.rand(SAMPLES, 1, generator=draw)
+PADDING[Shards(SAMPLES, BATCH).batch_sampler(0)[1]] = True  # no word in a whole global batch
 WORDS[PADDING] = -100
-WORDS[Shards(SAMPLES, BATCH).batch_sampler(1)[2]] = -100  # no word in a whole global batch
 CLASS = torch.randint(CLASSES, (SAMPLES,), generator=draw)
 RARE = torch.tensor([0.2, 1.0, 3.5])
 BOXES = torch.randint(0, 5, (SAMPLES,), generator=draw)  # their numbers; many have none
@@ -221,7 +221,73 @@ def check_total() -> None:
     assert difference(exported, theirs.state_dict()) < 1e-9
 
 
+class Heads(nn.Module):
+    """A trunk with two heads, and a layer that is not trained by the optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.other = nn.Linear(6, 5), nn.Linear(6, 5)
+        self.heads = nn.ModuleList([nn.Linear(5, CLASSES), nn.Linear(5, CLASSES)])
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        hidden = torch.tanh(self.trunk(x)) + self.other(x)
+        result: torch.Tensor = self.heads[head](hidden)
+        return result
+
+
+def check_heads() -> None:
+    """Passes through one head each, two optimizers, and passes whose gradients are dropped."""
+    shards, model, plain = hvd.shard_data(SAMPLES, global_batch=BATCH), Heads(), Heads()
+    optimizers = []
+    for each in (model, plain):
+        groups = (
+            [*each.trunk.parameters(), *each.heads[0].parameters()],
+            each.heads[1].parameters(),
+        )
+        optimizers.append([torch.optim.SGD(group, lr=0.3) for group in groups])
+    for index, optimizer in enumerate(optimizers[0]):
+        model, optimizers[0][index] = hvd.distribute_optimizer(model, optimizer)
+    parts = zip(shards.parts(0), Shards(SAMPLES, BATCH).parts(0), strict=True)
+    sums: list[Any] = [[], []]  # of this update of each optimizer in the plain loop
+    for number, (part, whole) in enumerate(parts):
+        head = number % 2
+        at = torch.from_numpy(whole.indices)
+        sums[0].append(words(lambda x, head=head: plain(x, head), at))
+        if head:
+            sums[1].append(sums[0][-1])
+        with shards.step(part):
+            at = torch.from_numpy(part.indices)
+            total, count = words(lambda x, head=head: model(x, head), at)
+            hvd.weight_loss(count)
+            (total / count).backward()
+            if number == 2:  # the update of the first optimizer is dropped
+                for each in optimizers[0]:
+                    each.zero_grad()
+                sums = [[], []]
+            if number in (1, 4):
+                for mine, theirs, terms in zip(*optimizers, sums, strict=True):
+                    mine.step()
+                    mine.zero_grad()
+                    theirs.zero_grad()
+                    if terms:
+                        mean = sum(t for t, _ in terms) / max(sum(n for _, n in terms), 1e-300)
+                        parameters = [p for group in theirs.param_groups for p in group["params"]]
+                        gradients = torch.autograd.grad(
+                            mean, parameters, allow_unused=True, retain_graph=True
+                        )
+                        for parameter, gradient in zip(parameters, gradients, strict=True):
+                            parameter.grad = gradient
+                for theirs in optimizers[1]:
+                    theirs.step()
+                sums = [[], []]
+    distance = difference(hvd.export_state(model, None).model, dict(plain.state_dict()))
+    assert distance < 1e-9, distance
+
+
 check_equality()
+if sys.argv[1] != "fsdp":  # which replaces the parameters of the second optimizer
+    check_heads()
 check_total()
 check_misuse()
 Path(sys.argv[2], f"{world.rank}-of-{world.size}").touch()

@@ -133,7 +133,7 @@ def misuse() -> None:
         # Without one, an update is weighted by samples.
         optimizer.apply([tf.fill([2], tf.constant(world.rank + 1.0, tf.float64))], [weight])
         np.testing.assert_allclose(weight.numpy(), -(world.size + 1))
-        hvd.weight_loss(tf.constant(1.0 if world.rank else np.nan))
+        tf.function(hvd.weight_loss)(tf.constant(1.0 if world.rank else np.nan))
         optimizer.apply([tf.ones(2, tf.float64)], [weight])
         assert np.isnan(weight.numpy()).all()
     accumulating = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
