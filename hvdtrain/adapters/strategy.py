@@ -1,7 +1,7 @@
 """What a strategy is: how the model is held, how gradients are summed, how the state is seen.
 
-The weight of a rank's gradients is its part's, ``Part.weight`` (``steps/sharding.py``). A strategy
-reads it as ``Rank.loss_weight`` of its adapter, which ``CommonAdapter`` implements.
+The weight of a rank's gradients is its part's, ``Part.weight`` (``steps/sharding.py``), or that of
+``weight_loss``. A strategy reads it as ``loss_weight`` of its adapter.
 """
 
 from __future__ import annotations

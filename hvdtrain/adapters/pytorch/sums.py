@@ -104,7 +104,9 @@ class GradientSums(ABC):
         self.adapter = adapter
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, since the last sum
         # Of each optimizer. The gradients of other parameters are averaged with the first.
-        self._updates: weakref.WeakKeyDictionary[Any, Accumulation] = weakref.WeakKeyDictionary()
+        self._accumulations: weakref.WeakKeyDictionary[Any, Accumulation] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def begin(self) -> None:
         """Expect a backward pass, or gradients that are assigned: a part or a closure begins."""
@@ -123,7 +125,7 @@ class GradientSums(ABC):
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Synchronize before each step of ``optimizer``, or each time after its closure."""
-        self._updates[optimizer] = Accumulation()
+        self._accumulations[optimizer] = Accumulation()
         optimizer.register_step_pre_hook(once_per_step(self._before_step))
 
     def synchronize_of(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -166,7 +168,7 @@ class GradientSums(ABC):
     def _end_update(self, optimizer: torch.optim.Optimizer) -> None:
         self.synchronize()
         self._stepped.add(optimizer)
-        self._updates[optimizer].reset()
+        self._accumulations[optimizer].reset()
 
     @abstractmethod
     def all_parameters(self) -> Iterable[torch.nn.Parameter]:
@@ -175,32 +177,36 @@ class GradientSums(ABC):
     def begin_pass(self, *, local: bool) -> None:
         """Begin a pass before its first gradient; ``local``: see ``Accumulation.begin``."""
         weight = self.adapter.pass_weight
-        if weight is None and not any(update.has_weights for update in self._updates.values()):
-            for update in self._updates.values():
-                update.begin(None, ())
+        if weight is None and not self._has_weights:
+            for accumulation in self._accumulations.values():
+                accumulation.begin(None, ())
             return
-        for update, updated, others in self._groups_of_updates():
-            update.begin(weight, updated, others, local=local)
+        for accumulation, updated, others in self._with_parameters():
+            accumulation.begin(weight, updated, others, local=local)
 
     def end_pass(self) -> None:
         """End a pass, whose gradients were summed."""
-        if any(update.has_weights for update in self._updates.values()):
-            for update, updated, others in self._groups_of_updates():
-                update.end(updated, others)
+        if self._has_weights:
+            for accumulation, updated, others in self._with_parameters():
+                accumulation.end(updated, others)
 
-    def _groups_of_updates(self) -> Iterator[tuple[Accumulation, list[Any], list[Any]]]:
-        """Yield the update of each optimizer, its parameters, and others."""
-        updated = {id(update): parameters_of(each) for each, update in self._updates.items()}
+    @property
+    def _has_weights(self) -> bool:
+        return any(each.has_weights for each in self._accumulations.values())
+
+    def _with_parameters(self) -> Iterator[tuple[Accumulation, list[Any], list[Any]]]:
+        """Yield each optimizer's accumulation, its parameters, and other parameters."""
+        updated = {id(value): parameters_of(key) for key, value in self._accumulations.items()}
         known = {id(value) for values in updated.values() for value in values}
         others = [value for value in self.all_parameters() if id(value) not in known]
-        for update in self._updates.values():
-            yield update, updated[id(update)], others
+        for accumulation in self._accumulations.values():
+            yield accumulation, updated[id(accumulation)], others
             others = []
 
     def expect_weight(self) -> None:
         """Expect a pass with a weight, after which one that has failed is over."""
-        for update in self._updates.values():
-            update.abort()
+        for accumulation in self._accumulations.values():
+            accumulation.abort()
 
     @contextmanager
     def blocked(self, call: str) -> Iterator[None]:
