@@ -53,6 +53,23 @@ def test_the_page_shows_the_task_that_stands_in_the_examples() -> None:
     assert pages.blocks("own.md")[0] == (EXAMPLES / "own_task.py").read_text()
 
 
+def test_the_scripts_of_horovod_and_ddp_compute_the_same(tmp_path: Path) -> None:
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    saved = []
+    for name, script in zip(("horovod", "ddp"), pages.blocks("moving.md"), strict=True):
+        path = tmp_path / f"train_{name}.py"
+        path.write_text(script)
+        if name == "horovod":
+            outcome = resident.ranks(2, str(path), cwd=tmp_path)
+        else:
+            outcome = run([*torchrun, str(path)], cwd=tmp_path)
+        assert outcome.code == 0, outcome.err
+        weights = torch.load(tmp_path / "model.pt")
+        saved.append({name: value.numpy() for name, value in weights.items()})
+        assert outcome.out.count("loss ") == 2
+    assert_equal(*saved)
+
+
 PLATEAU = {"patience=2": "patience=0, threshold=0.1"}
 DATA = {"torch.randn(1000, 8)": "torch.randn(391, 8, dtype=torch.float64)", "(1000,)": "(391,)"}
 
