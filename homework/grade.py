@@ -105,13 +105,14 @@ def grade(script: Path, arguments: list[str], ranks: int, timeout: float) -> str
     with tempfile.TemporaryDirectory(prefix="grade-") as folder, contextlib.chdir(folder):
         try:
             # Without the launcher's binding, so that pinning is the script's own work.
-            seen = watch(script, arguments, ranks=ranks, updates=None, timeout=timeout, bind=False)
+            more = {"timeout": timeout, "bind": False, "replay": False}
+            seen = watch(script, arguments, ranks=ranks, updates=None, **more)
         except UsageError:  # not the script's fault: no mpirun, for example
             raise
         except HvdtrainError as error:
             print(f"{script.name}: {error}\n0 of 8 steps work", flush=True)
             return "0 of 8"
-    rows = seen.rows[: len(STEPS)]  # without that of a replay
+    rows = seen.rows
     if rows[0].state != OK:  # independent copies of a script: no step has an effect on all ranks
         reason = "each rank trains by itself: see step 1"
         rows = [not_seen(row.step, reason) if row.state == OK else row for row in rows]

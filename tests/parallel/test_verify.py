@@ -117,6 +117,7 @@ def watched(
     updates: str = "all",
     strict: bool = False,
     fresh: bool = False,
+    exact: bool = False,
     code: int = 0,
 ) -> Outcome:
     """Let ``verify`` watch a script on two ranks.
@@ -124,7 +125,8 @@ def watched(
     They are resident, unless ``fresh``, or with TensorFlow: Horovod's modules for it hold one
     another's functions, so that these are watched only if that begins before the import.
     """
-    command = [*VERIFY, "-n", "2", "--json", "--updates", updates, "--script", str(script)]
+    command = [*VERIFY, "-n", "2", "--json", "--updates", updates, *["--exact"] * exact]
+    command += ["--script", str(script)]
     fresh = fresh or bool(re.search("tensorflow|keras", script.read_text()))
     more = {} if fresh else {"PATH": resident.path("pytorch")}
     return run([*command, *["--strict"] * strict, "--", *arguments], cwd=cwd, code=code, **more)
@@ -169,7 +171,7 @@ NEW = ("no init", "no set_epoch")
 
 def test_a_correct_port_with_common_features(tmp_path: Path) -> None:
     """Transforms are modules, loaders have workers, gradients are clipped, accumulated, in bf16."""
-    outcome = watched(SCRIPTS / "port_torch.py", cwd=tmp_path, strict=True)
+    outcome = watched(SCRIPTS / "port_torch.py", cwd=tmp_path, strict=True, exact=True)
     assert set(states(outcome).values()) == {"ok"}, outcome.out
     assert "0 of 96 samples" in evidence(outcome, 3)
 

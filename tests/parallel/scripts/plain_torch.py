@@ -16,8 +16,7 @@ options = parser.parse_args()
 
 hvd.init()
 torch.manual_seed(hvd.rank())  # replicas differ before the broadcast
-if options.wrong:
-    torch.set_num_threads(64)
+torch.set_num_threads(64 if options.wrong else 1)
 generator = torch.Generator().manual_seed(1)
 x = torch.randn(400, 10, generator=generator)
 data = TensorDataset(x, torch.randint(0, 3, (400,), generator=generator))

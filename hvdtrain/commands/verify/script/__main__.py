@@ -7,6 +7,8 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,30 +129,34 @@ def watch(recorder: ScriptRecorder, replay: Replay | None = None, *, fresh: bool
     def pytorch(torch: Any) -> None:
         watch_torch.watch(torch, recorder)
         groups.watch(torch)
-        if replay:
-            replay.start(torch)
 
-    AfterImport(
-        {
-            "torch": pytorch,
-            "torch.distributed.fsdp": groups.shards,
-            "tensorflow": tensorflow.tensorflow,
-            "keras": tensorflow.keras,
-            "horovod.torch.mpi_ops": horovod.operations,
-            "horovod.tensorflow.mpi_ops": horovod.operations,
-            "horovod.torch": horovod.calls,
-            "horovod.tensorflow": horovod.calls,
-            "horovod.tensorflow.keras": horovod.calls,
-            "horovod.keras": horovod.calls,
-            "hvdtrain.adapters.common_adapter": horovod.adapters,
-            "hvdtrain.steps.checkpoint": lambda module: watch_horovod.checkpoints(
-                module, recorder, fresh=fresh
-            ),
-            "hvdtrain.keras.callbacks": horovod.keras_callbacks,
-            "hvdtrain.keras.data": horovod.keras_data,
-        }
-    ).install()
+    actions: dict[str, Callable[[Any], None]] = {
+        "torch": pytorch,
+        "torch.distributed.fsdp": groups.shards,
+        "tensorflow": tensorflow.tensorflow,
+        "keras": tensorflow.keras,
+        "horovod.torch.mpi_ops": horovod.operations,
+        "horovod.tensorflow.mpi_ops": horovod.operations,
+        "horovod.torch": horovod.calls,
+        "horovod.tensorflow": horovod.calls,
+        "horovod.tensorflow.keras": horovod.calls,
+        "horovod.keras": horovod.calls,
+        "hvdtrain.adapters.common_adapter": horovod.adapters,
+        "hvdtrain.steps.checkpoint": lambda module: watch_horovod.checkpoints(
+            module, recorder, fresh=fresh
+        ),
+        "hvdtrain.keras.callbacks": horovod.keras_callbacks,
+        "hvdtrain.keras.data": horovod.keras_data,
+    }
+    for name, action in replay.actions.items() if replay else ():
+        actions[name] = partial(_both, actions[name], action)
+    AfterImport(actions).install()
     on_write(recorder.wrote)
+
+
+def _both(first: Callable[[Any], None], second: Callable[[Any], None], module: Any) -> None:
+    first(module)
+    second(module)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def read_replayed(folder: Path, rank: int) -> Replayed:
 
 
 def replay_row(
-    ranks: Sequence[Replayed], whole: Replayed, perturbed: Replayed | None, *, exact: bool
+    ranks: Sequence[Replayed], whole: Replayed, perturbed: Replayed, *, exact: bool
 ) -> StepRow:
     """Compare the ranks with one process that trained on the union of their batches.
 
@@ -58,26 +58,25 @@ def replay_row(
         ranks: the run of N ranks.
         whole: the run of one process.
         perturbed: the same with another order of the samples, and with rounding errors in the
-            parameters, which shows what is no difference; None: not run.
+            parameters, which shows what is no difference.
         exact: whether all is in fp64.
     """
-    if obstacle := _obstacle(ranks, whole):
-        return not_seen(STEP, f"cannot be replayed: {obstacle}")
+    if reason := obstacle([whole]) or _mismatch(ranks, whole):
+        return not_seen(STEP, f"cannot be replayed: {reason}")
     differences = _differences(ranks[0], whole)
-    limit = EXACT
-    if not exact:
-        noise = max(_differences(whole, perturbed), default=0.0) if perturbed else 0.0
-        limit = max(FLOOR, MARGIN * noise)
+    noise = max(_differences(whole, perturbed), default=0.0)
+    limit = max(EXACT if exact else FLOOR, MARGIN * noise)
     largest = int(np.argmax(differences))
     evidence = f"{plural(len(ranks), 'rank')} = one process: largest difference "
     evidence += f"{number(differences[largest])} at update {largest + 1} of {len(differences)}"
-    evidence += ", in fp64" if exact else f" (rounding: up to {number(limit)})"
+    evidence += ", in fp64" if exact else ""
+    evidence += "" if limit == EXACT else f" (rounding: up to {number(limit)})"
     if whole.draws.batchnorm:
         evidence += "; statistics of BatchNorm are frozen"
     if any(run.draws.random for run in ranks) and differences[largest] > limit:
         reason = "random numbers drawn in the training loop differ between the ranks"
         return not_seen(STEP, f"cannot be replayed: {reason}")
-    if perturbed and (perturbed.draws.obstacle or perturbed.updates < len(differences)):
+    if perturbed.draws.obstacle or perturbed.updates < len(differences):
         return not_seen(STEP, f"cannot be replayed: {perturbed.draws.obstacle or 'it has ended'}")
     wrong = [update for update, value in enumerate(differences) if not value <= limit]
     if wrong:
@@ -91,26 +90,31 @@ def replay_row(
             )
         evidence += f"; {_cause(ranks, whole, wrong[0])}"
     elif limit > LARGEST:
-        return not_seen(STEP, f"{evidence}; use --exact to see more")
+        return not_seen(STEP, evidence + ("" if exact else "; use --exact to see more"))
     return row(STEP, not wrong, evidence, differences=differences, limit=limit)
 
 
-def _obstacle(ranks: Sequence[Replayed], whole: Replayed) -> str:
-    """Return why the runs cannot be compared; empty if they can."""
-    if reason := next((run.draws.obstacle for run in (*ranks, whole) if run.draws.obstacle), ""):
+def obstacle(runs: Sequence[Replayed]) -> str:
+    """Return why runs cannot be compared with others; empty if they can."""
+    if reason := next((run.draws.obstacle for run in runs if run.draws.obstacle), ""):
         return reason
-    count = min(run.updates for run in (*ranks, whole))
-    if not count:
+    if not all(run.updates for run in runs):
         return "no update was made"
-    if not any(ranks[0].draws.indices):
+    if not any(runs[0].draws.indices):
         return "no DataLoader of samples with an index was seen"
+    return ""
+
+
+def _mismatch(ranks: Sequence[Replayed], whole: Replayed) -> str:
+    """Return why the runs cannot be compared with one another; empty if they can."""
     if whole.draws.by_rank and not _is_disjoint(ranks):
         return "the dataset is another one on each rank"
+    count = min(run.updates for run in (*ranks, whole))
     for update in range(count):
         samples = [run.draws.samples[update] for run in ranks]
-        if not all(samples) or sum(samples) != whole.draws.samples[update]:
-            if not any(samples):
-                return "the input of the model was not seen (it is passed by keyword, or in a dict)"
+        if not any(samples):
+            return "the input of the model was not seen (it is passed by keyword, or in a dict)"
+        if sum(samples) != whole.draws.samples[update]:
             seen = f"{by_rank(samples)} samples by rank, {whole.draws.samples[update]} on one"
             return f"update {update + 1} is not made of what the DataLoader draws ({seen})"
         for kind in (Replayed.gradients, Replayed.parameters):

@@ -7,6 +7,7 @@ a group of one process, so that DistributedDataParallel and its kin are what the
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -56,14 +57,14 @@ class OneProcess:
             self._replace(name, _refuse)
 
     def _replace(self, name: str, answer: Callable[..., Any]) -> None:
-        """Replace a function for the script, not for torch's own modules."""
+        """Replace a function for the script, not for the modules of torch and of hvdtrain."""
         original = getattr(self.module, name, None)
         if original is None:
             return
 
         def call(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            if caller.startswith("torch.") and caller != SAMPLERS:
+            if caller.startswith(("torch.", "hvdtrain.")) and caller != SAMPLERS:
                 return original(*args, **kwargs)
             return answer(original, *args, **kwargs)
 
@@ -80,7 +81,8 @@ class OneProcess:
         return self.module.group.WORLD
 
     def _keep(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        return _Done() if kwargs.get("async_op") else None
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        return _Done(self.torch, next(iter(given.values()))) if given.get("async_op") else None
 
     def _reduce(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = argument(original, 0, args, kwargs)
@@ -89,7 +91,7 @@ class OneProcess:
         op = args[position] if len(args) > position else kwargs.get("op", operations.SUM)
         with self.torch.no_grad():
             tensor.copy_(self._reduced(tensor, op))
-        return self._keep(original, **kwargs)
+        return self._keep(original, *args, **kwargs)
 
     def _reduced(self, tensor: Any, op: Any) -> Any:
         """Return what ``ranks`` equal tensors give."""
@@ -106,35 +108,39 @@ class OneProcess:
         source, target = (0, 1) if original.__name__.startswith("gather") else (1, 0)
         value, results = (argument(original, n, args, kwargs) for n in (source, target))
         if self.torch.is_tensor(value):
-            self._check(value)
+            check_gathered(value)
         for number in range(len(results or ())):
             if self.torch.is_tensor(results[number]):
                 results[number].copy_(value)
             else:
                 results[number] = copy.deepcopy(value)
-        return self._keep(original, **kwargs)
-
-    def _check(self, value: Any) -> None:
-        """Raise an error for what may be activations: one process has those of all samples."""
-        if value.numel() > SMALL and value.is_floating_point() and self.torch.is_grad_enabled():
-            raise UnreplayableError("a gather of activations")
+        return self._keep(original, *args, **kwargs)
 
     def _gather_into(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result, value = (argument(original, n, args, kwargs) for n in (0, 1))
-        self._check(value)
+        check_gathered(value)
         result.copy_(self.torch.cat([value.reshape(-1)] * self.ranks).view(result.shape))
-        return self._keep(original, **kwargs)
+        return self._keep(original, *args, **kwargs)
 
     def _scatter(
-        self, original: Any, result: Any, value: Any, op: Any = None, **kwargs: Any
+        self, original: Any, result: Any, value: Any, op: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         part = value[0] if isinstance(value, list) else value.chunk(self.ranks)[0]
-        result.copy_(self._reduced(part, op or self.module.ReduceOp.SUM).view(result.shape))
-        return self._keep(original, **kwargs)
+        op = op or self.module.ReduceOp.SUM
+        result.copy_(self._reduced(part, op).view(result.shape))
+        return self._keep(original, result, value, op, *args, **kwargs)
 
 
 class _Done:
-    """A collective that is done."""
+    """A collective that is done, with its result."""
+
+    def __init__(self, torch: Any, result: Any) -> None:
+        self.future = torch.futures.Future()
+        self.future.set_result([result])
+
+    def get_future(self) -> Any:
+        """Return the result as a completed future."""
+        return self.future
 
     def wait(self, *_: Any) -> bool:
         """Return at once."""
@@ -143,6 +149,13 @@ class _Done:
     def is_completed(self) -> bool:
         """Return True."""
         return True
+
+
+def check_gathered(value: Any) -> None:
+    """Raise an error for what may be activations: one process has those of all samples."""
+    torch = sys.modules["torch"]
+    if value.numel() > SMALL and value.is_floating_point() and torch.is_grad_enabled():
+        raise UnreplayableError("a gather of activations")
 
 
 def _refuse(original: Any, *_: Any, **__: Any) -> Any:

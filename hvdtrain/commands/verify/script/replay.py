@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as with_changes
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ import msgspec
 import numpy as np
 
 from hvdtrain.commands.verify.hooks import after, replace
+from hvdtrain.commands.verify.script.one_horovod import OneHorovod
 from hvdtrain.commands.verify.script.one_process import OneProcess
-from hvdtrain.commands.verify.script.record import Array, ScriptRecorder
+from hvdtrain.commands.verify.script.record import SCALED, Array, ScriptRecorder
+from hvdtrain.commands.verify.script.watch_horovod import leaves
 from hvdtrain.commands.verify.script.watch_torch import mark
 
 UPDATES = 3  # that are compared
@@ -73,6 +77,15 @@ class Replay:
         self.arrays: dict[str, Array] = {}
         self.perturbs = plan.perturbed  # whether the parameters are yet to be
 
+    @property
+    def actions(self) -> dict[str, Callable[[Any], None]]:
+        """Return what to do after the import of a module, by its name."""
+        return {
+            "torch": self.start,
+            "horovod.torch": self.horovod,
+            "hvdtrain.adapters.common_adapter": self.adapters,
+        }
+
     def start(self, torch: Any) -> None:
         """Take over loaders, random numbers and layers from now on."""
         self.torch = torch
@@ -81,6 +94,7 @@ class Replay:
         torch.manual_seed(0)
         if self.plan.exact:
             torch.set_default_dtype(torch.float64)
+            torch.Tensor.float = torch.Tensor.double
         if self.plan.ranks:
             OneProcess(torch, self.plan.ranks).install()
         replace(torch.utils.data.DataLoader, "__iter__", self._iterator)
@@ -89,15 +103,80 @@ class Replay:
             replace(functions, name, _undropped)
         replace(functions, "scaled_dot_product_attention", _without_dropout)
         replace(functions, "batch_norm", self._frozen)
-        plain = torch.nn.modules.batchnorm._BatchNorm.forward
-        # On several ranks of GPUs it does not call the function.
-        replace(torch.nn.SyncBatchNorm, "forward", lambda original, *a, **k: plain(*a, **k))
+        self._unsynchronized(torch.nn.SyncBatchNorm)
         after(torch.autocast, "__enter__", lambda r, cast: self._casts(cast))
         wrapper = torch.nn.parallel.DistributedDataParallel
-        half = torch.bfloat16  # or another type to which a hook may compress
-        after(wrapper, "register_comm_hook", lambda *a, **k: self._rounds(half))
-        torch.nn.modules.module.register_module_forward_pre_hook(self._perturb)
+        after(wrapper, "register_comm_hook", lambda *a, **k: self._hooked())
+        after(torch.distributed, "all_reduce", lambda r, tensor, *a, **k: self._sent(tensor))
+        torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
         self.recorder.applied = self._applied
+
+    def _unsynchronized(self, layer: Any) -> None:
+        """Let SyncBatchNorm, which has a kernel of its own, normalize as BatchNorm does."""
+        plain = self.torch.nn.modules.batchnorm._BatchNorm.forward
+        replace(layer, "forward", lambda original, *a, **k: plain(*a, **k))
+
+    def horovod(self, module: Any) -> None:
+        """Answer for the ranks of ``horovod.torch`` from now on, or record what they send."""
+        operations = sys.modules[f"{module.__name__}.mpi_ops"]
+        for name in ("_allreduce_async", "_grouped_allreduce_async"):
+            after(operations, name, lambda r, tensors, *a: self._sent(tensors))
+        self._unsynchronized(module.SyncBatchNorm)
+        if self.plan.ranks:
+            OneHorovod(module, self.plan.ranks).install()
+
+    def _hooked(self) -> None:
+        if not self.recorder.record.hvdtrain:  # a hook may compress to this type or another one
+            self._rounds(self.torch.bfloat16)
+
+    def _sent(self, tensors: Any) -> None:
+        for tensor in leaves(tensors):
+            if tensor.is_floating_point() and tensor.dtype.itemsize < 4:  # compressed
+                self._rounds(tensor.dtype)
+
+    def adapters(self, module: Any) -> None:
+        """Record the parts of hvdtrain's shards; one process is told that it is one of N ranks.
+
+        It remains one for the adapter itself, so that its part is the global batch.
+        """
+        replace(module.Shards, "parts", self._parts)
+        if not self.plan.ranks:
+            return
+
+        def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._as_ranks(original(*args, **kwargs))
+
+        def keep(adapter: Any, world: Any) -> None:
+            vars(adapter)["world"] = world
+
+        replace(module.CommonAdapter, "initialize", initialize)
+        module.CommonAdapter.world = property(self._world, keep)
+
+    def _world(self, adapter: Any) -> Any:
+        """Return the world of an adapter, which itself has the true one, but for the rate."""
+        world = vars(adapter).get("world") or adapter.__getattr__("world")
+        caller = sys._getframe(1)
+        inside = caller.f_globals.get("__name__", "").startswith("hvdtrain.adapters.")
+        scales = caller.f_code.co_name == SCALED
+        return world if inside and not scales else self._as_ranks(world)
+
+    def _as_ranks(self, world: Any) -> Any:
+        return with_changes(world, size=self.plan.ranks, local_size=self.plan.ranks)
+
+    def _parts(self, original: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yield the parts of hvdtrain's shards; those of one process are the global batches."""
+        drawn = self._begin()
+        for part in original(*args, **kwargs):
+            drawn.extend([part.indices.tolist()] * (not part.stand_in))
+            state = self._random_state()
+            perturbed = self.plan.perturbed
+            yield with_changes(part, indices=part.indices[::-1].copy()) if perturbed else part
+            self.draws.random |= state != self._random_state()
+
+    def _begin(self) -> list[list[int]]:
+        """Return the list of the batches of an iterator that begins."""
+        self.draws.indices.append([])
+        return self.draws.indices[-1]
 
     def _frozen(self, original: Any, value: Any, mean: Any, var: Any, *args: Any, **k: Any) -> Any:
         """Normalize by the running statistics, which do not depend on the other samples."""
@@ -116,13 +195,16 @@ class Replay:
         if loader.batch_sampler is None or stream:
             self.draws.obstacle = f"{type(dataset).__name__} is not read by batches of indices"
             return original(loader)
+        if hasattr(loader.batch_sampler, "shards"):  # hvdtrain's, which seeds each sample itself
+            return map(self._cast, original(loader))
         number = len(self.draws.indices)
-        drawn: list[list[int]] = []
-        self.draws.indices.append(drawn)
-        return self._batches(loader, number, drawn)
+        return self._batches(loader, number, self._begin())
 
     def _batches(self, loader: Any, number: int, drawn: list[list[int]]) -> Iterator[Any]:
-        for indices in self._union(number) if self.plan.ranks else loader.batch_sampler:
+        # hvdtrain's shards of one process are those of all ranks.
+        by_shards = self.recorder.shards and isinstance(loader.batch_sampler, list)
+        own = not self.plan.ranks or by_shards
+        for indices in loader.batch_sampler if own else self._union(number):
             drawn.append([int(index) for index in indices])
             samples = [self._seeded(number, index, loader.dataset) for index in indices]
             batch = self._cast(loader.collate_fn(samples))
@@ -189,15 +271,20 @@ class Replay:
         return value.double() if exact else value
 
     def _casts(self, cast: Any) -> None:
-        if cast._enabled:
+        if cast._enabled and not self.plan.exact:  # fp64 is not cast
             self._rounds(cast.fast_dtype)
 
     def _rounds(self, dtype: Any) -> None:
         """Record that values of ``dtype`` are computed with, or sent."""
         self.draws.rounding = max(self.draws.rounding, self.torch.finfo(dtype).eps)
 
-    def _perturb(self, module: Any, _: Any) -> None:
-        """Change each parameter of the model by a rounding error, before its first pass."""
+    def _forward(self, module: Any, inputs: Any) -> Any:
+        """Cast the inputs of a module, and perturb the model before its first pass."""
+        self._perturb(module)
+        return self._cast(inputs) if self.plan.exact else None
+
+    def _perturb(self, module: Any) -> None:
+        """Change each parameter of the model by a rounding error."""
         parameters = list(module.parameters()) if self.perturbs else []
         self.perturbs = self.perturbs and not parameters
         generator = self.torch.Generator().manual_seed(0)
@@ -223,9 +310,11 @@ class Replay:
     def finish(self) -> None:
         """Write the draws and the values."""
         rank, folder = self.recorder.path.stem, self.recorder.path.parent
+        if "tensorflow" in sys.modules and not self.arrays:
+            self.draws.obstacle = "TensorFlow is not replayed"
         ended = self.recorder.record.ended or ""
         if ended not in REGULAR:
-            self.draws.obstacle = self.draws.obstacle or ended
+            self.draws.obstacle = self.draws.obstacle or ended.removeprefix("UnreplayableError: ")
         np.savez(folder / f"{rank}.npz", **self.arrays)  # type: ignore[arg-type]
         (folder / f"{rank}.draws").write_text(json.dumps(self.draws, default=vars))
 

@@ -16,9 +16,14 @@ from zipfile import BadZipFile
 
 from hvdtrain.commands.launch.hosts import find_allocation
 from hvdtrain.commands.launch.prepare import Request, prepare
-from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, StepRow, not_seen, show
+from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, StepRow, not_seen, show
 from hvdtrain.commands.verify.script import judge
-from hvdtrain.commands.verify.script.judge_replay import STEP, read_replayed, replay_row
+from hvdtrain.commands.verify.script.judge_replay import (
+    STEP,
+    obstacle,
+    read_replayed,
+    replay_row,
+)
 from hvdtrain.commands.verify.script.judge_updates import KERAS
 from hvdtrain.commands.verify.script.record import DETAILED, Record, Records, read_record
 from hvdtrain.commands.verify.script.replay import UPDATES
@@ -96,6 +101,7 @@ def watch(
     timeout: float = 300.0,
     bind: bool = True,
     exact: bool = False,
+    replay: bool = True,
 ) -> ScriptResult:
     """Run ``script`` on ``ranks`` ranks, then on one, and judge the records.
 
@@ -109,6 +115,7 @@ def watch(
         timeout: seconds for each run.
         bind: whether the launcher binds each rank to cores; if not, step 2 is the script's task.
         exact: whether to replay in fp64.
+        replay: whether to replay it at all, which runs it three times more.
 
     Raises:
         OtherScriptError: the script is distributed in a way that cannot be watched.
@@ -143,7 +150,7 @@ def watch(
             path = Path(folder) / "single_rank"
             single_rank, _ = run_on(1, updates and DETAILED, path, more=fresh)
         rows = judge.rows(records, *single_rank)
-        if single_rank and any(record.distributed for record in records):
+        if replay and rows[0].state == OK and single_rank:
             rows.append(_replay(run_on, Path(folder), ranks, exact=exact))
     ended = _ends(records, ranks, result, timeout)
     return ScriptResult(rows, ended, min(record.done for record in records))
@@ -160,11 +167,11 @@ def _replay(run_on: Callable[..., object], folder: Path, ranks: int, *, exact: b
     more += ["--stands-for", str(ranks)]
     try:
         by_rank = [read_replayed(drawn, rank) for rank in range(ranks)]
+        if reason := obstacle(by_rank):
+            return not_seen(STEP, f"cannot be replayed: {reason}")
         run_on(1, UPDATES, whole, more=more)
-        together = read_replayed(whole, 0)
-        if not exact:
-            run_on(1, UPDATES, perturbed, more=[*more, "--perturbed"])
-        noise = None if exact else read_replayed(perturbed, 0)
+        run_on(1, UPDATES, perturbed, more=[*more, "--perturbed"])
+        together, noise = read_replayed(whole, 0), read_replayed(perturbed, 0)
     except (OSError, ValueError, BadZipFile):  # a rank was killed before or while it wrote
         return not_seen(STEP, "cannot be replayed: the script did not end")
     return replay_row(by_rank, together, noise, exact=exact)
@@ -310,5 +317,6 @@ def _more(run: ScriptRun) -> str | None:
     if run.ranks > 1 and run.updates is None:
         return None
     command = ["hvdtrain", "verify", "-n", str(max(run.ranks, 2)), "--updates", "all"]
+    command += ["--strict"] * run.strict + ["--exact"] * run.exact
     arguments = ["--", *run.arguments] if run.arguments else []
     return shlex.join([*command, "--script", str(run.script), *arguments])

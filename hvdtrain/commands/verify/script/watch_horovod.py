@@ -40,7 +40,13 @@ ASYNC = (
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
 )
-OPERATIONS = (*ASYNC, "_allreduce", "_grouped_allreduce")
+OPERATIONS = (  # of PyTorch, and of TensorFlow
+    "_allreduce_async",
+    "_grouped_allreduce_async",
+    "sparse_allreduce_async",
+    "_allreduce",
+    "_grouped_allreduce",
+)
 # Names of the first parameter in Horovod's functions.
 FIRST = ("tensor", "tensors", "obj", "value", "params", "variables")
 SMALL = 64  # values; larger tensors are no metrics
@@ -115,7 +121,7 @@ class HorovodWatch:
         with self.recorder.waiting(name):
             result = original(*args, **kwargs)
         # Only the root passes an object; asynchronous functions return a handle.
-        value = result if name == "broadcast_object" else _argument(args, kwargs)
+        value = result if name == "broadcast_object" else first_argument(args, kwargs)
         values = count(value)
         _note(lambda *_: self.recorder.broadcast(name, values))
         return result
@@ -134,7 +140,7 @@ class HorovodWatch:
         """Record a reduction by the script; few values that are no gradient are a metric."""
         with self.reductions as level:
             by_script = level == 1 and not self.gradients.value
-            before = self._candidates(_argument(args, kwargs)) if by_script else None
+            before = self._candidates(first_argument(args, kwargs)) if by_script else None
             result = original(*args, **kwargs)
         if before is not None:
             self._metric(kwargs.get("name") or original.__name__, before, result)
@@ -146,13 +152,13 @@ class HorovodWatch:
             by_script = level == 1 and not self.gradients.value
             result = original(*args, **kwargs)
         if by_script and self._candidates(result):
-            before = [copied(leaf) for leaf in leaves(_argument(args, kwargs))]
+            before = [copied(leaf) for leaf in leaves(first_argument(args, kwargs))]
             self._metric(kwargs.get("name") or original.__name__, before, result)
         return result
 
     def _async_reduction(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Record the start of an asynchronous reduction."""
-        before = self._candidates(_argument(args, kwargs))
+        before = self._candidates(first_argument(args, kwargs))
         handle = original(*args, **kwargs)
         if before is not None:
             self.pending[handle] = kwargs.get("name") or original.__name__, before
@@ -228,7 +234,7 @@ def _world(module: Any) -> HorovodWorld:
     return HorovodWorld(module.rank(), module.size(), module.local_rank(), module.local_size())
 
 
-def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the first argument of a function of Horovod."""
     return args[0] if args else next((kwargs[name] for name in FIRST if name in kwargs), None)
 

@@ -39,6 +39,7 @@ def test_steps_not_seen_are_not_reported_as_passed() -> None:
     strict = report(result(*states), asked(strict=True))
     assert (strict.exit_code, strict.data["ok"]) == (1, False)
     assert "2 of 8 not seen (7, 8), a failure with --strict; to see more" in strict.text
+    assert "--updates all --strict --script" in strict.text
 
 
 def test_a_script_that_ran_to_its_end_needs_no_further_command() -> None:
