@@ -24,7 +24,7 @@ from hvdtrain.commands.verify.hooks import after, replace
 from hvdtrain.commands.verify.script.one_horovod import OneHorovod
 from hvdtrain.commands.verify.script.one_process import OneProcess
 from hvdtrain.commands.verify.script.record import SCALED, Array, ScriptRecorder
-from hvdtrain.commands.verify.script.watch_horovod import leaves
+from hvdtrain.commands.verify.script.watch_horovod import first_argument, leaves
 from hvdtrain.commands.verify.script.watch_torch import mark
 
 UPDATES = 3  # that are compared
@@ -95,7 +95,8 @@ class Replay:
         if self.plan.exact:
             torch.set_default_dtype(torch.float64)
             torch.Tensor.float = torch.Tensor.double
-        if self.plan.ranks:
+        after(torch.distributed, "all_reduce", lambda r, *a, **k: self._sent(first_argument(a, k)))
+        if self.plan.ranks:  # last: it looks at its caller
             OneProcess(torch, self.plan.ranks).install()
         replace(torch.utils.data.DataLoader, "__iter__", self._iterator)
         functions = torch.nn.functional
@@ -107,7 +108,6 @@ class Replay:
         after(torch.autocast, "__enter__", lambda r, cast: self._casts(cast))
         wrapper = torch.nn.parallel.DistributedDataParallel
         after(wrapper, "register_comm_hook", lambda *a, **k: self._hooked())
-        after(torch.distributed, "all_reduce", lambda r, tensor, *a, **k: self._sent(tensor))
         torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
         self.recorder.applied = self._applied
 

@@ -162,7 +162,7 @@ def _replay(run_on: Callable[..., object], folder: Path, ranks: int, *, exact: b
     ``run_on``: see ``watch``.
     """
     drawn, whole, perturbed = (folder / name for name in ("drawn", "whole", "perturbed"))
-    more = ["--replay", str(drawn), *["--exact"] * exact]
+    more = ["--fresh", "--replay", str(drawn), *["--exact"] * exact]
     run_on(ranks, UPDATES, drawn, more=more)
     more += ["--stands-for", str(ranks)]
     try:
