@@ -81,8 +81,8 @@ class OneProcess:
         return self.module.group.WORLD
 
     def _keep(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        return _Done(self.torch, next(iter(given.values()))) if given.get("async_op") else None
+        values = inspect.signature(original).bind(*args, **kwargs).arguments
+        return _Done(self.torch, next(iter(values.values()))) if values.get("async_op") else None
 
     def _reduce(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = argument(original, 0, args, kwargs)

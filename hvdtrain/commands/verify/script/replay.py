@@ -203,8 +203,8 @@ class Replay:
     def _batches(self, loader: Any, number: int, drawn: list[list[int]]) -> Iterator[Any]:
         # hvdtrain's shards of one process are those of all ranks.
         by_shards = self.recorder.shards and isinstance(loader.batch_sampler, list)
-        own = not self.plan.ranks or by_shards
-        for indices in loader.batch_sampler if own else self._union(number):
+        united = self.plan.ranks and not by_shards
+        for indices in self._union(number) if united else loader.batch_sampler:
             drawn.append([int(index) for index in indices])
             samples = [self._seeded(number, index, loader.dataset) for index in indices]
             batch = self._cast(loader.collate_fn(samples))

@@ -114,8 +114,7 @@ def watch(
         updates: number of updates after which it is ended; None: not at all.
         timeout: seconds for each run.
         bind: whether the launcher binds each rank to cores; if not, step 2 is the script's task.
-        exact: whether to replay in fp64.
-        replay: whether to replay it at all, which runs it three times more.
+        exact: whether to replay in fp64; ``replay``: whether to do so, in three runs more.
 
     Raises:
         OtherScriptError: the script is distributed in a way that cannot be watched.
@@ -142,15 +141,14 @@ def watch(
         if not records:
             raise HvdtrainError(f"{script} could not be started: {_last(result)}")
         _check(script, records)
-        single_rank: list[Record] = []
+        single: list[Record] = []
         if ranks > 1 and any(record.updates for record in records):
             # One rank runs to the end only if the ranks do, to show which samples are an epoch.
             # It starts without a checkpoint if they did, not from one that they have saved.
             fresh = [] if any(record.resumed for record in records) else ["--fresh"]
-            path = Path(folder) / "single_rank"
-            single_rank, _ = run_on(1, updates and DETAILED, path, more=fresh)
-        rows = judge.rows(records, *single_rank)
-        if replay and rows[0].state == OK and single_rank:
+            single, _ = run_on(1, updates and DETAILED, Path(folder, "single_rank"), more=fresh)
+        rows = judge.rows(records, *single)
+        if replay and rows[0].state == OK and single:
             rows.append(_replay(run_on, Path(folder), ranks, exact=exact))
     ended = _ends(records, ranks, result, timeout)
     return ScriptResult(rows, ended, min(record.done for record in records))
