@@ -26,6 +26,8 @@ dist.broadcast(y, src=2)
 assert torch.equal(y, 3 * x)
 dist.reduce(y, 0)
 assert torch.equal(y, 9 * x)
+work = dist.all_reduce(y, dist.ReduceOp.MAX, None, True)
+assert work.wait() and work.get_future().then(lambda future: future.value()[0]).wait() is y
 parts = [torch.zeros(3) for _ in range(3)]
 dist.all_gather(parts, x)
 assert torch.equal(torch.stack(parts), torch.stack([x] * 3))

@@ -170,7 +170,7 @@ def _cause(ranks: Sequence[Replayed], whole: Replayed, update: int) -> str:
     if factor and _relative(applied, factor * expected) <= SAME:
         return f"the gradients are {factor:.3g} times those of one process"
     counts = [run.draws.samples[update] for run in ranks]
-    if len(set(counts)) > 1:
+    if len(set(counts)) > 1 and not whole.draws.weighted:
         return f"the mean of the ranks' means, of {by_rank(counts)} samples"
     return (
         "a mean of the ranks' means, if the loss divides by something else than samples (tokens, "

@@ -55,6 +55,7 @@ class Draws:
     marks: dict[str, str] = field(default_factory=dict)  # digests of some samples, by their keys
     by_rank: bool = False  # whether a sample was not that which its rank had drawn
     start: str = ""  # digest of the parameters before the first update
+    weighted: bool = False  # whether hvdtrain weighs the ranks by their samples
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,7 @@ class Replay:
         if "tensorflow" in sys.modules and not self.arrays:
             self.draws.obstacle = "TensorFlow is not replayed"
         ended = self.recorder.record.ended or ""
+        self.draws.weighted = self.recorder.record.hvdtrain
         if ended not in REGULAR:
             self.draws.obstacle = self.draws.obstacle or ended.removeprefix("UnreplayableError: ")
         np.savez(folder / f"{rank}.npz", **self.arrays)  # type: ignore[arg-type]

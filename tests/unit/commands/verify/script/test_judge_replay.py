@@ -41,6 +41,12 @@ CASES: dict[str, tuple[list[Replayed], Replayed, str, str]] = {
         FAILED,
         "the mean of the ranks' means, of 3 + 1 samples",
     ),
+    "uneven, weighted": (
+        [replayed(3, shift=0.1), replayed(1, shift=0.1)],
+        replace(replayed(4), draws=Draws([[[0]]], [4, 4], weighted=True)),
+        FAILED,
+        "divides by something else",
+    ),
     "tokens": ([replayed(2, shift=0.1)] * 2, replayed(4), FAILED, "divides by something else"),
     "other data": ([replayed(2)] * 2, replayed(2), NOT_SEEN, "(2 + 2 samples by rank, 2 on one)"),
     "no update": ([replayed(2)] * 2, replayed(4, updates=0), NOT_SEEN, "no update was made"),
