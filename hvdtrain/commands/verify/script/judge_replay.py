@@ -59,19 +59,18 @@ def replay_row(
         whole: the run of one process.
         perturbed: the same with another order of the samples, and with rounding errors in the
             parameters, which shows what is no difference; None: not run.
-        exact: whether all is in fp64.
+        exact: whether all is in fp64 that the script does not cast itself.
     """
     if obstacle := _obstacle(ranks, whole):
         return not_seen(STEP, f"cannot be replayed: {obstacle}")
     differences = _differences(ranks[0], whole)
-    limit = EXACT
-    if not exact:
-        noise = max(_differences(whole, perturbed), default=0.0) if perturbed else 0.0
-        limit = max(FLOOR, MARGIN * noise)
+    noise = max(_differences(whole, perturbed), default=0.0) if perturbed else 0.0
+    limit = max(EXACT if exact else FLOOR, MARGIN * noise)
     largest = int(np.argmax(differences))
     evidence = f"{plural(len(ranks), 'rank')} = one process: largest difference "
     evidence += f"{number(differences[largest])} at update {largest + 1} of {len(differences)}"
-    evidence += ", in fp64" if exact else f" (rounding: up to {number(limit)})"
+    evidence += ", in fp64" if exact else ""
+    evidence += f" (rounding: up to {number(limit)})" if limit > EXACT else ""
     if whole.draws.batchnorm:
         evidence += "; statistics of BatchNorm are frozen"
     if any(run.draws.random for run in ranks) and differences[largest] > limit:
@@ -87,7 +86,7 @@ def replay_row(
             _relative(len(ranks) * applied, expected) <= SAME
         ):  # a sum for a mean gives no such factor
             return not_seen(
-                STEP, f"{evidence}; the loss is divided by a constant number of samples"
+                STEP, f"{evidence}; the loss is a sum over the samples, or divided by a constant"
             )
         evidence += f"; {_cause(ranks, whole, wrong[0])}"
     elif limit > LARGEST:
@@ -110,7 +109,7 @@ def _obstacle(ranks: Sequence[Replayed], whole: Replayed) -> str:
         samples = [run.draws.samples[update] for run in ranks]
         if not all(samples) or sum(samples) != whole.draws.samples[update]:
             if not any(samples):
-                return "the input of the model was not seen (it is passed by keyword, or in a dict)"
+                return "the model's input was not seen: no tensor, or of a model without optimizer"
             seen = f"{by_rank(samples)} samples by rank, {whole.draws.samples[update]} on one"
             return f"update {update + 1} is not made of what the DataLoader draws ({seen})"
         for kind in (Replayed.gradients, Replayed.parameters):

@@ -75,6 +75,9 @@ def test_the_tolerance_is_measured_or_exact() -> None:
     assert (coarse.state, coarse.evidence[-23:]) == (NOT_SEEN, "use --exact to see more")
     close = [replayed(2, shift=1e-8)] * 2
     assert replay_row(close, whole, None, exact=True).state == FAILED
+    assert replay_row(close, whole, whole, exact=True).state == FAILED
+    cast = replay_row(close, whole, replayed(4, shift=1e-8), exact=True)  # a loss in fp32
+    assert (cast.state, "in fp64 (rounding: up to" in cast.evidence) == (OK, True)
     assert replay_row([replayed(2, shift=1e-12)] * 2, whole, None, exact=True).state == OK
 
 
