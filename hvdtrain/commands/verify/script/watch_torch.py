@@ -41,7 +41,9 @@ def watch(torch: Any, recorder: ScriptRecorder) -> None:
     modules.register_module_forward_hook(seen, with_kwargs=True, always_call=True)
     loaders = LoaderWatch(torch, recorder)
     recorder.inspect = loaders.inspect
-    after(torch.utils.data.DataLoader, "__iter__", lambda r, loader: loaders.begun(loader))
+    data = torch.utils.data.dataloader
+    after(data.DataLoader, "__iter__", lambda r, loader: setattr(r, LoaderWatch.BEGUN, loader))
+    after(data._BaseDataLoaderIter, "__next__", lambda r, iterator: loaders.drawn(iterator))
     # Called by `save`, which may be pickled by its name.
     after(torch.serialization, "_open_zipfile_writer", lambda r, file: recorder.wrote(file))
     name = "set_num_threads"
@@ -183,9 +185,17 @@ class InputWatch:
 class LoaderWatch:
     """Record the training loader: the last one that began an epoch before the first update."""
 
+    BEGUN = "_begun"  # attribute of an iterator: its loader, until a batch is drawn
+
     def __init__(self, torch: Any, recorder: ScriptRecorder) -> None:
         self.torch, self.recorder = torch, recorder
         self.dataset: Any = None
+
+    def drawn(self, iterator: Any) -> None:
+        """Record that a loader begins an epoch, with its first batch: not all ranks may draw."""
+        loader = vars(iterator).pop(self.BEGUN, None)
+        if loader is not None:
+            self.begun(loader)
 
     def begun(self, loader: Any) -> None:
         """Record that a loader begins an epoch."""
