@@ -68,6 +68,14 @@ MISTAKES: dict[str, tuple[str, str, str, str, int | None, str]] = {
         5,
         "nothing was reduced",
     ),
+    "a: equal seeds": (
+        ACCELERATE,
+        r"^(generator(?:.*\n)+?)model, (.*)prepare.network, (.*)",
+        r"torch.manual_seed(0)\n\1model = network.train()\n\2prepare(\3",
+        "failed",
+        6,
+        "no broadcast was executed; max difference",
+    ),
     "a: loader not prepared": (
         ACCELERATE,
         r"^model, optimizer, loader, (.*), loader, evaluation",
