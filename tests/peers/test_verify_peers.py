@@ -47,7 +47,7 @@ def test_a_right_script(name: str, exact: bool, tmp_path: Path) -> None:
 
 
 COPY = "__import__('copy').deepcopy"
-TOKENS = r"labels\)$", "labels, ignore_index=0)"
+TOKENS = r"(cross_entropy.*labels)", r"\1, ignore_index=0"
 MEAN = "a mean of the ranks' means, if the loss divides by something else than samples"
 NO_GRADIENT = "no parameter of the optimizer has a gradient"
 # Script, pattern, replacement; state, step and words of the row that shows it, None if none does.
@@ -163,8 +163,8 @@ MISTAKES: dict[str, tuple[str, str, str, str, int | None, str]] = {
     ),
     "l: tokens": (
         LIGHTNING,
-        r"return (.*) labels\)",
-        r"return \1 labels, ignore_index=0)",
+        r"return (.*labels)\)$",
+        r"return \1, ignore_index=0)",
         "failed",
         9,
         MEAN,

@@ -654,6 +654,16 @@ def test_a_script_of_torch_distributed(
     assert evidence in result[step - 1].evidence
 
 
+def test_an_update_filled_with_samples_of_the_first_is_no_mistake() -> None:
+    parts = [[f"{rank}-{row}" for row in range(80)] for rank in range(2)]
+    parts[1][64:] = parts[0][:16]
+    seen = [on(rank, seen=SeenSamples(marks, list(ENDS))) for rank, marks in enumerate(parts)]
+    row = judged(*seen)[2]
+    assert (row.state, "16 only in the last update" in row.evidence) == (OK, True), row
+    parts[1][48:] = parts[0][:32]
+    assert judged(*seen)[2].state == FAILED
+
+
 @pytest.mark.parametrize(("ended", "cause"), [("ValueError: 2", "ValueError: 2"), (None, "resume")])
 def test_a_run_on_one_rank_without_an_update(ended: str | None, cause: str) -> None:
     row = judged(single_rank=replace(SINGLE_RANK, rates=[], updates=[], ended=ended))[3]
