@@ -39,7 +39,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 
-.PHONY: help setup demo check test test-all extras soak docs dist format requirements clean
+.PHONY: help setup demo check test test-all extras peers soak docs dist format requirements clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
@@ -120,7 +120,23 @@ extras: setup  ## the tests that need DALI, MLflow and wandb: 900 MB
 	HVDTRAIN_LONG=1 $(PYTEST) $(wildcard tests/*/test_dali.py tests/*/test_trackers.py) \
 	    tests/unit/training/test_trackers.py
 
-soak: extras  ## what takes too long for test-all: faults again and again, all pairs, peak memory
+# On top of .venv, whose packages they use and do not change.
+PEERS := .venv-peers
+PEERS_STAMP := $(PEERS)/.setup-$(FINGERPRINT)
+$(PEERS_STAMP) peers: export PATH := $(CURDIR)/$(PEERS)/bin:$(PATH)
+$(PEERS_STAMP): requirements-peers.txt $(STAMP)
+	$(environment)
+	@$(VENV)/bin/python -c 'import sysconfig; \
+	    print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > "$$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@$(call PIP,"pip installs accelerate and Lightning and transformers") \
+	    $(WHEELS) --no-deps --require-hashes --requirement requirements-peers.txt
+	@rm -f $(PEERS)/.setup-* && touch $@
+
+peers: $(PEERS_STAMP)  ## verify --script on scripts of accelerate, Lightning and transformers
+	HVDTRAIN_LONG=1 python -m pytest tests/peers $(TWO_WORKERS)
+
+soak: extras peers  ## what takes too long for test-all: faults again and again, all pairs, peak memory
 	HVDTRAIN_LONG=1 $(PYTEST) -s tests/faults
 	python -m tests.faults.soak --data ../shared/data/mnist
 	python -m tests.faults.soak --data ../shared/data/mnist --framework tensorflow
@@ -166,10 +182,14 @@ requirements:  ## write the pins and their hashes anew, with uv (CONTRIBUTING.md
 	    --output-file requirements-check.txt setup.cfg
 	$(LOCK) --extra dali --extra mlflow --extra wandb --constraint requirements.txt \
 	    --output-file requirements-extras.txt setup.cfg
+	printf '%s\n' accelerate lightning transformers \
+	    | $(LOCK) --constraint requirements.txt --constraint <(printf '%s\n' $(TORCH)) - \
+	    | awk 'NR == FNR { known[$$1]; next } /^[a-z]/ { kept = !($$1 in known) && \
+	        !/^(cuda|nvidia|triton|torch=)/ } /^#/ || kept' requirements.txt - > requirements-peers.txt
 	printf '%s\n' cmake packaging setuptools wheel \
 	    | $(LOCK) --constraint $(BUILD_TOOLS) --output-file $(BUILD_TOOLS) -
 
 clean:  ## remove .venv and what tools left; the cache of built wheels stays
-	rm -rf $(VENV) .venv-check .venv-dist build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
-	    .durations.txt .waiting.log
+	rm -rf $(VENV) .venv-check .venv-dist $(PEERS) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	    .hypothesis .durations.txt .waiting.log
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

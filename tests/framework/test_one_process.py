@@ -41,6 +41,8 @@ objects = [None] * 3
 dist.all_gather_object(objects, {"loss": 1.5})
 assert objects == [{"loss": 1.5}] * 3
 dist.barrier()
+dist.destroy_process_group(dist.new_group(backend="gloo"))
+dist.barrier(dist.new_group([0, 1, 2]))
 sampler = torch.utils.data.DistributedSampler(range(7), shuffle=False)
 assert (sampler.num_replicas, sampler.rank, len(sampler)) == (3, 0, 3)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))

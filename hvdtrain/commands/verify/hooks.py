@@ -127,15 +127,18 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def on_write(listener: Callable[[str], None]) -> None:
-    """Call ``listener`` with each path that Python code opens for writing from now on.
+    """Call ``listener`` with each path that Python code opens for writing, or renames a file to.
 
     Files that a C++ library opens itself are not seen.
     """
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open":
+        if event == "os.rename":  # of a file that is complete
+            path, flags = arguments[1], os.O_WRONLY
+        elif event == "open":
+            path, _, flags = arguments
+        else:
             return
-        path, _, flags = arguments
         nameless = flags & os.O_TMPFILE == os.O_TMPFILE
         if isinstance(path, str | bytes | os.PathLike) and flags & WRITES and not nameless:
             listener(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 (Path would touch the disk)

@@ -28,7 +28,7 @@ from hvdtrain.system.runtime.exit import run_and_exit
 from hvdtrain.system.runtime.tuning import set_defaults
 
 # Modules that distribute a script, and are not watched.
-OTHERS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "mpi4py")
+OTHERS = ("deepspeed", "mpi4py")
 MAX_LENGTH = 300  # characters of an error
 
 
@@ -75,19 +75,13 @@ def main() -> int:
         if len(text) > MAX_LENGTH:  # TensorFlow puts the call stack first
             text = f"{text[: MAX_LENGTH // 3]} ... {text[-MAX_LENGTH * 2 // 3 :]}"
         recorder.record.ended = text + _line(error, script)
-    if not recorder.record.distributed or _accelerates():
+    if not recorder.record.distributed:
         imported = (name for name in OTHERS if name in sys.modules)
         recorder.record.library = next(imported, recorder.record.library)
     if replay:
         replay.finish()
     recorder.finish()
     return code
-
-
-def _accelerates() -> bool:
-    """Return whether accelerate distributes the script, which other libraries import too."""
-    state = sys.modules.get("accelerate.state")
-    return bool(state and state.PartialState._shared_state)
 
 
 def torchrun_variables(master: str, stands_for: int = 0) -> dict[str, str]:
@@ -98,6 +92,7 @@ def torchrun_variables(master: str, stands_for: int = 0) -> dict[str, str]:
     """
     launch, (host, _, port) = detect(os.environ), master.rpartition(":")
     return {
+        "TORCHELASTIC_RUN_ID": "verify",  # by which libraries know that they start no processes
         "RANK": str(launch.rank),
         "WORLD_SIZE": str(stands_for or launch.size),
         "LOCAL_RANK": str(launch.local_rank),

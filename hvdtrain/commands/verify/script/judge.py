@@ -112,8 +112,11 @@ def shards(records: Records, single_rank: Record | None) -> StepRow:
     duplicates = on_several(seen) & repeated(whole)  # in the data
     if len(repeated(whole)) > (1 - COVERED) * len(set(whole)):  # not in the data: drawn repeatedly
         duplicates = set()
-    shared = len(on_several(seen) - duplicates)
-    samples = f"{shared} of {len(union):,} samples seen were on more than one rank"
+    repeats = on_several(seen) - duplicates
+    shared = len(repeats & on_several(_before_last_update(records, seen)))
+    samples = f"{len(repeats)} of {len(union):,} samples seen were on more than one rank"
+    if shared < len(repeats):  # libraries fill it with samples of the first
+        samples += f", {len(repeats) - shared} only in the last update of one"
     if duplicates:
         samples += f" (and {len(duplicates)} duplicates in the data)"
     distinct = len({shard[1] for shard in requested}) == size
@@ -133,6 +136,15 @@ def shards(records: Records, single_rank: Record | None) -> StepRow:
         more = "; use --updates all" if records[0].ended == "updates" else ""
         return not_seen(3, f"{evidence}, too few to show that these shards are trained on{more}")
     return _covering(seen, whole, samples) or _unsharded(records, seen, samples)
+
+
+def _before_last_update(records: Records, seen: Sequence[list[str]]) -> list[list[str]]:
+    """Return the samples without the last update of each rank, unless it is the only one."""
+    last = [len((record.seen.by_update() or [[]])[-1]) for record in records]
+    return [
+        marks[:-count] if 0 < count < len(marks) else marks
+        for marks, count in zip(seen, last, strict=True)
+    ]
 
 
 def _shard_of(record: Record) -> tuple[int, int, str] | None:

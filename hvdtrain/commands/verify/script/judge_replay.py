@@ -59,7 +59,7 @@ def replay_row(
         whole: the run of one process.
         perturbed: the same with another order of the samples, and with rounding errors in the
             parameters, which shows what is no difference.
-        exact: whether all is in fp64.
+        exact: whether all is in fp64 that the script does not cast itself.
     """
     if reason := obstacle([whole]) or _mismatch(ranks, whole):
         return not_seen(STEP, f"cannot be replayed: {reason}")
@@ -86,7 +86,7 @@ def replay_row(
             _relative(len(ranks) * applied, expected) <= SAME
         ):  # a sum for a mean gives no such factor
             return not_seen(
-                STEP, f"{evidence}; the loss is divided by a constant number of samples"
+                STEP, f"{evidence}; the loss is a sum over the samples, or divided by a constant"
             )
         evidence += f"; {_cause(ranks, whole, wrong[0])}"
     elif limit > LARGEST:
@@ -113,7 +113,7 @@ def _mismatch(ranks: Sequence[Replayed], whole: Replayed) -> str:
     for update in range(count):
         samples = [run.draws.samples[update] for run in ranks]
         if not any(samples):
-            return "the input of the model was not seen (it is passed by keyword, or in a dict)"
+            return "the model's input was not seen: no tensor, or of a model without optimizer"
         if sum(samples) != whole.draws.samples[update]:
             seen = f"{by_rank(samples)} samples by rank, {whole.draws.samples[update]} on one"
             return f"update {update + 1} is not made of what the DataLoader draws ({seen})"

@@ -37,6 +37,7 @@ DIVIDED = ": averaged, though each rank's gradient was already divided by the gl
 DIVIDED_BEFORE = "divided by the global batch size before"
 KERAS = "import hvdtrain.keras as hvd"
 NO_BROADCAST = "no broadcast was executed"
+NO_GRADIENT = "no parameter of the optimizer has a gradient: create it with those of the model"
 STATE = "broadcast_optimizer_state"
 # Calls after which all parameters are those of rank 0, or parts of one copy of them.
 WHOLE = {
@@ -74,7 +75,8 @@ def learning_rate(
     if size == 1 or not single_rank:
         return not_seen(4, f"{evidence}; no run on one rank to compare with")
     if not single_rank.rates:
-        cause = "did it resume from the ranks' checkpoint?"
+        ended = single_rank.ended or ""
+        cause = ended if "Error" in ended else "did it resume from the ranks' checkpoint?"
         return not_seen(4, f"{evidence}; the run on one rank made no update: {cause}")
     evidence = f"{evidence}, {single_rank.rates[0]:g} on one rank"
     if _rises(records[0]) or _rises(single_rank):
@@ -293,6 +295,8 @@ def _composition(records: Records, single_rank: Record | None, evidence: str) ->
             part, divided = 0.0, False
         applied = np.array(updates[0].applied)
         return _combination(applied, np.array(local), evidence, part=part, divided=divided)
+    if not any(any(update.applied) for updates in _by_rank(records) for update in updates):
+        return row(5, False, f"{evidence}; {NO_GRADIENT}")
     if reduced:  # perhaps to their sum, or to the mean over some of the ranks
         evidence += "; reduced, but the local gradients were not seen"
     return not_seen(5, evidence)

@@ -75,10 +75,10 @@ class OneProcess:
         store = self.module.HashStore()
         original(backend, store=store, rank=0, world_size=1)
 
-    def _group(self, original: Any, ranks: Any = None, *_: Any, **__: Any) -> Any:
+    def _group(self, original: Any, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is not None and len(list(ranks)) != self.ranks:
             raise UnreplayableError("new_group of some of the ranks")
-        return self.module.group.WORLD
+        return original(None, *args, **kwargs)  # another one: the script may destroy it
 
     def _keep(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         values = inspect.signature(original).bind(*args, **kwargs).arguments

@@ -296,8 +296,6 @@ class ScriptRecorder:
         self.record.initial_rate = initial
         if len(self.record.rates) < RATES:
             self.record.rates.append(value)
-            self.record.sample_weights.append(self.sample_weight)
-        self.sample_weight = None
 
     def update(
         self, before: Sequence[Array], applied: Sequence[Array], state: Sequence[Array] | None
@@ -323,6 +321,9 @@ class ScriptRecorder:
     def count(self) -> None:
         """Count an update, recorded in detail or not."""
         self.record.done += 1
+        if self.done <= RATES:  # known by now: a step may call a closure, with a backward pass
+            self.record.sample_weights.append(self.sample_weight)
+        self.sample_weight = None
         if part := getattr(self.shards, "current", None):
             self.trained += part.count
             self.stand_ins += not part.count

@@ -49,7 +49,7 @@ class Draws:
     indices: list[list[list[int]]] = field(default_factory=list)  # by iterator, and by batch
     samples: list[int] = field(default_factory=list)  # that the model was trained on, by update
     batchnorm: bool = False  # whether statistics were frozen
-    rounding: float = 0.0  # relative error of the smallest type, of autocast or compression
+    rounding: float = 0.0  # relative error of the smallest type to which values are converted
     random: bool = False  # whether random numbers were drawn between two batches
     obstacle: str = ""  # why the script cannot be replayed
     marks: dict[str, str] = field(default_factory=dict)  # digests of some samples, by their keys
@@ -107,6 +107,8 @@ class Replay:
         replace(functions, "batch_norm", self._frozen)
         self._unsynchronized(torch.nn.SyncBatchNorm)
         after(torch.autocast, "__enter__", lambda r, cast: self._casts(cast))
+        for name in ("float", "half", "bfloat16", "to"):
+            after(torch.Tensor, name, lambda r, tensor, *a, **k: self._converted(r, tensor))
         wrapper = torch.nn.parallel.DistributedDataParallel
         after(wrapper, "register_comm_hook", lambda *a, **k: self._hooked())
         torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
@@ -274,6 +276,10 @@ class Replay:
     def _casts(self, cast: Any) -> None:
         if cast._enabled and not self.plan.exact:  # fp64 is not cast
             self._rounds(cast.fast_dtype)
+
+    def _converted(self, result: Any, tensor: Any) -> None:
+        if result.requires_grad and result.dtype.itemsize < tensor.dtype.itemsize:
+            self._rounds(result.dtype)
 
     def _rounds(self, dtype: Any) -> None:
         """Record that values of ``dtype`` are computed with, or sent."""

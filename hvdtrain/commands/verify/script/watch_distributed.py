@@ -119,7 +119,9 @@ class DistributedWatch:
             return original(*args, **kwargs)
         with self.recorder.waiting(original.__name__):
             result = original(*args, **kwargs)
-        self.recorder.broadcast(original.__name__, count(argument(original, 0, args, kwargs)))
+        value = argument(original, 0, args, kwargs)
+        if not self.torch.is_tensor(value) or value.is_floating_point():  # not a generator's state
+            self.recorder.broadcast(original.__name__, count(value))
         return result
 
     def _barrier(self, original: Any, *args: Any, **kwargs: Any) -> Any:

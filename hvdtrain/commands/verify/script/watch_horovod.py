@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import sys
@@ -241,7 +242,9 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def leaves(value: Any) -> list[Any]:
     """Return the tensors, arrays and numbers in ``value``, a nested container."""
-    if isinstance(value, dict):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
         return [leaf for item in value for leaf in leaves(item)]

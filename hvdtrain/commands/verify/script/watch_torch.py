@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdtrain.commands.verify.hooks import Depth, after, best_effort, replace
 from hvdtrain.commands.verify.script.record import Array, Loader, ScriptRecorder
+from hvdtrain.commands.verify.script.watch_horovod import leaves
 from hvdtrain.system.machine.gpus import pytorch_processor
 
 INSPECTED = 3  # samples of a dataset that show whether two ranks have the same dataset
@@ -33,13 +34,16 @@ def watch(torch: Any, recorder: ScriptRecorder) -> None:
     after(torch.optim.Optimizer, "add_param_group", lambda r, owner, *a, **k: updates.listen(owner))
     recorder.listen = updates.listen
     replace(torch.Tensor, "backward", updates.backward)
-    forward = InputWatch(recorder, updates)
+    forward = InputWatch(torch, recorder, updates)
     modules = torch.nn.modules.module
     modules.register_module_forward_pre_hook(partial(best_effort, forward.before))
-    modules.register_module_forward_hook(forward.after, always_call=True)
+    seen = partial(best_effort, forward.after)
+    modules.register_module_forward_hook(seen, with_kwargs=True, always_call=True)
     loaders = LoaderWatch(torch, recorder)
     recorder.inspect = loaders.inspect
-    after(torch.utils.data.DataLoader, "__iter__", lambda r, loader: loaders.begun(loader))
+    data = torch.utils.data.dataloader
+    after(data.DataLoader, "__iter__", lambda r, loader: setattr(r, LoaderWatch.BEGUN, loader))
+    after(data._BaseDataLoaderIter, "__next__", lambda r, iterator: loaders.drawn(iterator))
     # Called by `save`, which may be pickled by its name.
     after(torch.serialization, "_open_zipfile_writer", lambda r, file: recorder.wrote(file))
     name = "set_num_threads"
@@ -146,34 +150,52 @@ class OptimizerWatch:
 class InputWatch:
     """Record the model's input: that of the outermost module with parameters of an optimizer.
 
-    Other modules are ignored: torchvision's transforms are modules too.
+    It is the first argument, or the largest tensor of a batch in a container or in keywords. Other
+    modules are ignored: torchvision's transforms are modules too.
     """
 
-    def __init__(self, recorder: ScriptRecorder, updates: OptimizerWatch) -> None:
-        self.recorder, self.updates = recorder, updates
+    def __init__(self, torch: Any, recorder: ScriptRecorder, updates: OptimizerWatch) -> None:
+        self.torch, self.recorder, self.updates = torch, recorder, updates
         self.depth = Depth()
 
-    def before(self, module: Any, arguments: tuple[Any, ...]) -> None:
-        """Record that a module is called."""
-        if not self.depth.value and not self.updates.trains(module):
-            return
-        if self.depth.__enter__() == 1 and module.training and arguments:
-            first = arguments[0]
-            if hasattr(first, "detach") and first.dim():
-                self.recorder.samples(_array(first))
+    def before(self, module: Any, *_: Any) -> None:
+        """Record that a module is called, but not to compute activations again for gradients."""
+        recomputed = self.torch._C._current_graph_task_id() >= 0
+        if self.depth.value or (self.updates.trains(module) and not recomputed):
+            self.depth.__enter__()
 
-    def after(self, *_: Any) -> None:
-        """Record that a module has returned, or raised."""
-        if self.depth.value:
-            self.depth.__exit__()
+    def after(self, module: Any, arguments: Any, named: Any = None, *_: Any) -> None:
+        """Record the arguments of a module that has returned; nothing of one that raised."""
+        if not self.depth.value:
+            return
+        self.depth.__exit__()
+        if self.depth.value or not isinstance(named, dict):
+            return
+        if not any(part.training for part in module.modules()):  # a wrapper's own may be outdated
+            return
+        first = [leaf for leaf in arguments[:1] if self._is_batch(leaf)]
+        inputs = first or [leaf for leaf in leaves([*arguments, named]) if self._is_batch(leaf)]
+        if inputs:  # in a dict the labels may come first
+            self.recorder.samples(_array(max(inputs, key=lambda tensor: tensor.numel())))
+
+    def _is_batch(self, value: Any) -> bool:
+        return self.torch.is_tensor(value) and value.dim() > 0
 
 
 class LoaderWatch:
     """Record the training loader: the last one that began an epoch before the first update."""
 
+    BEGUN = "_begun"  # attribute of an iterator: its loader, until a batch is drawn
+
     def __init__(self, torch: Any, recorder: ScriptRecorder) -> None:
         self.torch, self.recorder = torch, recorder
         self.dataset: Any = None
+
+    def drawn(self, iterator: Any) -> None:
+        """Record that a loader begins an epoch, with its first batch: not all ranks may draw."""
+        loader = vars(iterator).pop(self.BEGUN, None)
+        if loader is not None:
+            self.begun(loader)
 
     def begun(self, loader: Any) -> None:
         """Record that a loader begins an epoch."""
@@ -182,7 +204,8 @@ class LoaderWatch:
         batches = loader.batch_sampler  # may be a user's class, with or without a sampler
         sampler = loader.sampler if batches is None else getattr(batches, "sampler", batches)
         if not self.recorder.done:
-            self._first(loader.dataset, sampler, counts=sampler is not batches)
+            whole = batches is None or type(batches) is self.torch.utils.data.BatchSampler
+            self._first(loader.dataset, sampler, counts=whole)
         elif loader.dataset is not self.dataset:
             return
         if getattr(sampler, "shuffle", False) and hasattr(sampler, "set_epoch"):
@@ -191,7 +214,10 @@ class LoaderWatch:
                 known.epochs.append((int(sampler.epoch), self.recorder.done))
 
     def _first(self, dataset: Any, sampler: Any, *, counts: bool) -> None:
-        """Record ``dataset`` and ``sampler``; ``counts``: it yields samples, not batches."""
+        """Record ``dataset`` and ``sampler``; ``counts``: all that it yields is drawn.
+
+        Another class of batches than PyTorch's may be a shard of the sampler, or yield batches.
+        """
         sized = hasattr(dataset, "__len__") and hasattr(sampler, "__len__")
         self.dataset = dataset
         self.recorder.record.loader = Loader(

@@ -286,6 +286,11 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
         [on(0, waiting="broadcast_parameters"), without(0)],
         "rank 0 waits in broadcast_parameters, rank 1 did not call it",
     ),
+    "no gradient": (
+        5,
+        [updates(applied=[0.0] * 4, local=[0.0] * 4)],
+        "no parameter of the optimizer has a gradient",
+    ),
     "all write": (7, [on(1, written=["/work/model.pt"])], "ranks 0, 1 wrote"),
     "not reduced": (
         8,
@@ -647,6 +652,22 @@ def test_a_script_of_torch_distributed(
     result = judged(*DDP, *SAMPLE, *changes, single_rank=ONE_RANK)
     assert [row.step for row in result if row.state != OK] == [step] * (state != OK), result
     assert evidence in result[step - 1].evidence
+
+
+def test_an_update_filled_with_samples_of_the_first_is_no_mistake() -> None:
+    parts = [[f"{rank}-{row}" for row in range(80)] for rank in range(2)]
+    parts[1][64:] = parts[0][:16]
+    seen = [on(rank, seen=SeenSamples(marks, list(ENDS))) for rank, marks in enumerate(parts)]
+    row = judged(*seen)[2]
+    assert (row.state, "16 only in the last update" in row.evidence) == (OK, True), row
+    parts[1][48:] = parts[0][:32]
+    assert judged(*seen)[2].state == FAILED
+
+
+@pytest.mark.parametrize(("ended", "cause"), [("ValueError: 2", "ValueError: 2"), (None, "resume")])
+def test_a_run_on_one_rank_without_an_update(ended: str | None, cause: str) -> None:
+    row = judged(single_rank=replace(SINGLE_RANK, rates=[], updates=[], ended=ended))[3]
+    assert (row.state, cause in row.evidence) == (NOT_SEEN, True)
 
 
 def test_a_model_that_is_neither_wrapped_nor_reduced() -> None:

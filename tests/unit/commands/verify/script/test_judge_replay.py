@@ -83,6 +83,8 @@ def test_the_tolerance_is_measured_or_exact() -> None:
     assert (chaotic.state, chaotic.facts["limit"] > 1e-3) == (OK, True)
     close = [replayed(2, shift=1e-8)] * 2
     assert replay_row(close, whole, whole, exact=True).state == FAILED
+    cast = replay_row(close, whole, replayed(4, shift=1e-8), exact=True)  # a loss in fp32
+    assert (cast.state, "in fp64 (rounding: up to" in cast.evidence) == (OK, True)
     assert replay_row([replayed(2, shift=1e-12)] * 2, whole, whole, exact=True).state == OK
 
 

@@ -104,10 +104,10 @@ NO_UPDATE = Record("mpirun", 2, "node", [0])
         ("import torch.multiprocessing as mp\nmp.spawn(main)\n", {}, "mp.spawn"),
         ("from torch import multiprocessing as mp; mp.spawn(f)\n", {}, "mp.spawn"),
         ("strategy = tf.distribute.MirroredStrategy()\n", {}, "tf.distribute"),
-        ("from project import main\n", {"library": "accelerate"}, "accelerate"),
+        ("from project import main\n", {"library": "deepspeed"}, "deepspeed"),
         ("from torch.utils.data.distributed import DistributedSampler\n", {}, ""),
         ("import torch.distributed\nimport horovod.torch as hvd\n", {}, ""),
-        ("import torch\n", {"judged": True, "library": "accelerate"}, ""),
+        ("import torch\n", {"judged": True, "library": "deepspeed"}, ""),
         ("import torch\n", {}, ""),
     ],
 )
