@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -151,10 +153,35 @@ def test_what_is_noted_or_not_seen(tmp_path: Path) -> None:
     assert list(rows(outcome, "not seen")) == [8]
 
 
-def test_ranks_that_the_script_starts_itself_are_refused(tmp_path: Path) -> None:
-    script = copied(DDP, tmp_path, "^dist.init", "torch.multiprocessing.spawn\n\\g<0>")
-    outcome = watched(script, code=2)
-    assert "distributed by multiprocessing.spawn" in outcome.err
+def spawned(folder: Path) -> Path:
+    """Write the script of DDP as one that starts its two ranks itself."""
+    text = (SCRIPTS / f"{DDP}.py").read_text().replace('int(os.environ["RANK"])', "local_rank")
+    imports, body = text.split('dist.init_process_group("gloo")\n')
+    port = 20_000 + os.getpid() % 10_000
+    start = f"""
+os.environ |= {{"MASTER_ADDR": "localhost", "MASTER_PORT": "{port}"}}
+dist.init_process_group("gloo", rank=local_rank, world_size=2)
+"""
+    train = f"def train(local_rank):\n{textwrap.indent(start + body, '    ')}\n\n"
+    main = 'if __name__ == "__main__":\n    torch.multiprocessing.spawn(train, (), nprocs=2)\n'
+    script = folder / "train.py"
+    script.write_text(f"{imports}{train}{main}")
+    return script
+
+
+def test_ranks_that_the_script_starts_itself(tmp_path: Path) -> None:
+    script = spawned(tmp_path)
+    outcome = watched(script)
+    assert list(rows(outcome, "not seen")) == [4], outcome.out  # there is no run on one rank
+    assert list(rows(outcome, "ok")) == [1, 2, 3, 5, 6, 7, 8, 9]
+    outcome = watched(script, ranks=3, code=2)
+    assert "mp.spawn starts nprocs=2, verify 3 ranks: use -n 2" in outcome.err
+
+
+def test_ranks_that_are_processes_are_refused(tmp_path: Path) -> None:
+    start = "torch.multiprocessing.Process(target=run, args=(rank, 2))\n"
+    outcome = watched(copied(DDP, tmp_path, "^dist.init", rf"{start}\g<0>"), code=2)
+    assert "distributed by multiprocessing.Process" in outcome.err
 
 
 TOKENS = r"loss = (.*) labels\)"
