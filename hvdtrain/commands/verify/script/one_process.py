@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from hvdtrain.commands.verify.script.watch_distributed import argument
@@ -80,7 +81,12 @@ class OneProcess:
         return self.module.group.WORLD
 
     def _keep(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        return _Done() if kwargs.get("async_op") else None
+        if not kwargs.get("async_op"):
+            return None
+        future = self.torch.futures.Future()
+        future.set_result([argument(original, 0, args, kwargs)])
+        done = {"wait": True, "is_completed": True, "get_future": future}  # result of each method
+        return SimpleNamespace(**{name: lambda *_, r=r: r for name, r in done.items()})
 
     def _reduce(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = argument(original, 0, args, kwargs)
@@ -89,7 +95,7 @@ class OneProcess:
         op = args[position] if len(args) > position else kwargs.get("op", operations.SUM)
         with self.torch.no_grad():
             tensor.copy_(self._reduced(tensor, op))
-        return self._keep(original, **kwargs)
+        return self._keep(original, *args, **kwargs)
 
     def _reduced(self, tensor: Any, op: Any) -> Any:
         """Return what ``ranks`` equal tensors give."""
@@ -131,18 +137,6 @@ class OneProcess:
         part = value[0] if isinstance(value, list) else value.chunk(self.ranks)[0]
         result.copy_(self._reduced(part, op or self.module.ReduceOp.SUM).view(result.shape))
         return self._keep(original, **kwargs)
-
-
-class _Done:
-    """A collective that is done."""
-
-    def wait(self, *_: Any) -> bool:
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
 
 
 def _refuse(original: Any, *_: Any, **__: Any) -> Any:
