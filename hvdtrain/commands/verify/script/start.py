@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import re
 import shlex
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -227,9 +227,8 @@ def build(
 def rendezvous() -> str:
     """Return host and port at which the ranks of a script of torch.distributed meet."""
     hosts = find_allocation(os.environ).hosts
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    # Not a free port of the system's choice: it may give that to mpirun meanwhile.
+    port = random.SystemRandom().randrange(20_000, 32_000)
     return f"{hosts[0].name if len(hosts) > 1 else '127.0.0.1'}:{port}"
 
 
