@@ -119,7 +119,8 @@ def watch(recorder: ScriptRecorder, replay: Replay | None = None, *, fresh: bool
     """
     horovod = watch_horovod.HorovodWatch(recorder)
     tensorflow = watch_tensorflow.TensorFlowWatch(recorder)
-    groups = watch_distributed.DistributedWatch(recorder)
+    ranks = (replay and replay.plan.ranks) or detect(os.environ).size
+    groups = watch_distributed.DistributedWatch(recorder, ranks)
 
     def pytorch(torch: Any) -> None:
         watch_torch.watch(torch, recorder)

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from itertools import combinations, pairwise
 
 from hvdtrain.commands.verify.check_ranks import judge_devices, judge_world, true_world
-from hvdtrain.commands.verify.rows import OK, StepRow, by_rank, not_seen, row
+from hvdtrain.commands.verify.rows import FAILED, OK, StepRow, by_rank, not_seen, row
 from hvdtrain.commands.verify.script.judge_updates import (
     equal_start,
     learning_rate,
@@ -44,13 +44,14 @@ def rows(records: Records, single_rank: Record | None = None) -> list[StepRow]:
     rate = learning_rate(records, single_rank, summed=summed, divided=divided)
     if any(record.adasum for record in records):
         rate, gradient = (not_seen(4, ADASUM), not_seen(5, ADASUM))
+    states = (rate.state, gradient.state)  # from these differences of parameters follow
     return [
         world(records),
         devices(records),
         shards(records, single_rank),
         rate,
         gradient,
-        equal_start(records),
+        equal_start(records, drifts=records[0].distributed and FAILED not in states),
         writers(records),
         metrics(records),
     ]
@@ -131,6 +132,10 @@ def shards(records: Records, single_rank: Record | None) -> StepRow:
         samples += f"; note: {order}"
     if len(requested) == size:
         evidence = f"{requested[0][2]} gives {size} shards; {samples}"
+        fixed = [record.loader for record in records if record.loader and record.loader.fixed]
+        if len({tuple(loader.probes or []) for loader in fixed}) > 1:
+            reason = "the dataset has another sample on each rank at the same index"
+            return not_seen(3, f"{evidence}; {reason}")
         if _are_trained(records) or _by_chance(seen, _dataset_size(seen, single_rank)) >= EXPECTED:
             return row(3, True, evidence, shared=shared)
         more = "; use --updates all" if records[0].ended == "updates" else ""

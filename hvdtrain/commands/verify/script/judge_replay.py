@@ -73,7 +73,7 @@ def replay_row(
     evidence += "" if limit == EXACT else f" (rounding: up to {number(limit)})"
     if whole.draws.batchnorm:
         evidence += "; statistics of BatchNorm are frozen"
-    if any(run.draws.random for run in ranks) and differences[largest] > limit:
+    if any(run.draws.random for run in ranks) and differences[largest] > min(limit, LARGEST):
         reason = "random numbers drawn in the training loop differ between the ranks"
         return not_seen(STEP, f"cannot be replayed: {reason}")
     if perturbed.draws.obstacle or perturbed.updates < len(differences):
@@ -81,6 +81,9 @@ def replay_row(
     wrong = [update for update, value in enumerate(differences) if not value <= limit]
     if wrong:
         evidence = evidence.replace(" = ", " differ from ", 1)
+        rounding = MARGIN**2 * max(run.draws.rounding for run in ranks)
+        if exact and differences[largest] <= rounding:
+            return not_seen(STEP, f"{evidence}; the script rounds to a smaller type")
         applied, expected = (run.gradients(wrong[0]) for run in (ranks[0], whole))
         if (
             _relative(len(ranks) * applied, expected) <= SAME
@@ -123,6 +126,8 @@ def _mismatch(ranks: Sequence[Replayed], whole: Replayed) -> str:
                 return "one process holds more of the model than a rank"
             if not (np.isfinite(here).all() and np.isfinite(there).all()):
                 return f"update {update + 1} is not finite"
+    if not any(whole.gradients(update).any() for update in range(count)):
+        return "all gradients are 0"
     if ranks[0].draws.start != whole.draws.start:
         return (
             "the runs begin with different parameters: a checkpoint of an earlier run, or a seed "
@@ -164,6 +169,8 @@ def _cause(ranks: Sequence[Replayed], whole: Replayed, update: int) -> str:
         return "the samples depend on the rank"
     if any(_relative(run.gradients(update), applied) > SAME for run in ranks):
         return "the ranks apply different gradients: they are not reduced"
+    if any(_relative(run.parameters(update), ranks[0].parameters(update)) > SAME for run in ranks):
+        return "the ranks' parameters, or the states of their optimizers, differ"
     if _relative(applied, expected) <= SAME:
         return "the gradients are equal, the updates are not"
     factor = float(applied @ expected / (expected @ expected)) if expected.any() else 0.0
@@ -172,7 +179,22 @@ def _cause(ranks: Sequence[Replayed], whole: Replayed, update: int) -> str:
     counts = [run.draws.samples[update] for run in ranks]
     if len(set(counts)) > 1 and not whole.draws.weighted:
         return f"the mean of the ranks' means, of {by_rank(counts)} samples"
+    if factors := _factors(ranks, update):
+        return f"{factors} times the gradients of the ranks: clipped or scaled before the reduction"
     return (
         "a mean of the ranks' means, if the loss divides by something else than samples (tokens, "
-        "pixels, weights); or inputs that depend on the rank"
+        "pixels, weights); or inputs or layers that depend on the rank"
     )
+
+
+def _factors(ranks: Sequence[Replayed], update: int) -> str:
+    """Return the unequal factors with which the ranks' gradients were added; empty if not so."""
+    local = [run.arrays.get(f"local {update}") for run in ranks]
+    applied = ranks[0].arrays.get(f"sample {update}")
+    if applied is None or any(values is None for values in local):
+        return ""
+    factors, _, independent, _ = np.linalg.lstsq(np.array(local).T, applied, rcond=1e-6)
+    if independent < len(ranks) or _relative(factors @ np.array(local), applied) > SAME:
+        return ""
+    equal = np.ptp(factors) <= MARGIN * SAME * np.abs(factors).max()
+    return "" if equal else by_rank([f"{factor:.3g}" for factor in factors], ", ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ REDUCED = 5e-3  # relative difference to the mean: compression to fp16 stays bel
 RULE = 1e-3  # relative difference to a rule of the learning rate
 CONSTANT = 1.1  # growth of a global batch that is divided among the ranks, and rounded up
 LOSS = 0.05  # relative difference of the losses of two batches that counts as equal
+APART = 1e-3  # relative difference of parameters between ranks that counts as none
 IDLE = 1e-2  # relative weight below which the gradients of a rank are not used
 DIVIDED = ": averaged, though each rank's gradient was already divided by the global batch"
 DIVIDED_BEFORE = "divided by the global batch size before"
@@ -39,14 +41,10 @@ KERAS = "import hvdtrain.keras as hvd"
 NO_BROADCAST = "no broadcast was executed"
 NO_GRADIENT = "no parameter of the optimizer has a gradient: create it with those of the model"
 STATE = "broadcast_optimizer_state"
+DDP = "DistributedDataParallel"
 # Calls after which all parameters are those of rank 0, or parts of one copy of them.
-WHOLE = {
-    "broadcast_global_variables",
-    "broadcast_state",
-    "DistributedDataParallel",
-    "fully_shard",
-}
-WRAPPERS = {"DistributedOptimizer", "DistributedDataParallel"}  # of which a mean is expected
+WHOLE = {"broadcast_global_variables", "broadcast_state", DDP, "fully_shard"}
+WRAPPERS = {"DistributedOptimizer", DDP}  # of which a mean is expected
 
 
 def learning_rate(
@@ -187,6 +185,9 @@ def mean_gradient(records: Records, single_rank: Record | None) -> StepRow:
         return not_seen(5, "no update was made")
     if len(records) == 1:
         return not_seen(5, "one rank: nothing to reduce")
+    if all(record.graded is False for record in records):
+        count = plural(len(steps), "update")
+        return row(5, False, f"no parameter of the optimizer had a gradient in {count}")
     tensors = plural(records[0].updates[0].tensors, "tensor")
     largest = 0.0
     for step, updates in enumerate(steps, 1):
@@ -202,11 +203,24 @@ def mean_gradient(records: Records, single_rank: Record | None) -> StepRow:
             return row(5, False, f"{evidence}{_cause(records)}", between=max(to_root))
         largest = max(largest, *to_root)
     evidence = f"max difference between ranks {number(largest)} over {plural(len(steps), 'update')}"
-    result = _composition(records, single_rank, f"{evidence}, {tensors}")
+    result = _composition(records, single_rank, f"{evidence}, {tensors}{_carried(steps)}")
     if rate := _compensation(records, single_rank, result.facts):
         result = row(5, True, f"{result.evidence}; at {rate}", **result.facts)
     right = result.state == OK and "weights" not in result.facts and not records[0].hvdtrain
     return _uneven(records, result) if right else result
+
+
+def _carried(steps: Sequence[tuple[Update, ...]]) -> str:
+    """Return a note if an update also applied the gradients of the one before."""
+    for first, second in pairwise(steps):
+        local = [update.local for update in second if update.local is not None]
+        if len(local) < len(second) or len(first[0].applied) != len(second[0].applied):
+            continue  # unseen, or of two optimizers
+        previous, applied = np.array(first[0].applied), np.array(second[0].applied)
+        mean = np.array(local).mean(0)
+        if any(previous) and _norm(applied - mean - previous) <= REDUCED * _norm(previous):
+            return "; note: the gradients of an update are added to those before: call zero_grad()"
+    return ""
 
 
 def _uneven(records: Records, result: StepRow) -> StepRow:
@@ -257,6 +271,9 @@ def _norm(values: Any) -> float:
 
 def _cause(records: Records) -> str:
     """Return a known cause; empty if there is none."""
+    if foreign := records[0].foreign:
+        count = plural(foreign, "parameter")
+        return f"; {count} of the optimizer not held by {DDP} (replaced after wrapping?)"
     if any(record.reduced for record in records):
         return ""
     calls = {call.name for record in records for call in record.calls}
@@ -271,7 +288,7 @@ def _cause(records: Records) -> str:
 def _nothing(records: Records) -> str:
     """Return the words for gradients that were not reduced, and the remedy if it is known."""
     calls = {call.name for record in records for call in record.calls}
-    if "DistributedDataParallel" in calls:
+    if DDP in calls:
         return "no pass went through DistributedDataParallel: call the wrapper, not model.module"
     if records[0].distributed:
         return "nothing was reduced: wrap the model in DistributedDataParallel"
@@ -281,7 +298,10 @@ def _nothing(records: Records) -> str:
 def _composition(records: Records, single_rank: Record | None, evidence: str) -> StepRow:
     """Judge how the gradients applied were combined, at the first update that shows it."""
     reduced = all(record.reduced for record in records)
-    for updates in _by_rank(records):
+    steps = _by_rank(records)
+    if not any(any(updates[0].applied) for updates in steps):
+        return not_seen(5, f"{evidence}; all gradients are 0")
+    for updates in steps:
         # Without hvdtrain's stand-ins of empty parts, whose weight is 0.
         mixed = [u for u in updates if u.samples and records[0].hvdtrain] or updates
         local = [update.local for update in mixed if update.local is not None]
@@ -383,11 +403,16 @@ def _combination(
     if unused:
         return row(5, False, f"{evidence}; gradients of {rank_list(unused)} not used ({factors})")
     evidence += f"; {factors} times the local gradients"
+    if np.allclose(weights, size**-2, rtol=RULE, atol=0):
+        evidence += ", note: as if divided by the ranks twice"
     return row(5, True, evidence, weights=weights.tolist())
 
 
-def equal_start(records: Records) -> StepRow:
-    """Judge step 6: parameters were broadcast, and are equal by the second update."""
+def equal_start(records: Records, *, drifts: bool = False) -> StepRow:
+    """Judge step 6: parameters were broadcast, and are equal by the second update.
+
+    ``drifts``: whether they must be equal later, too.
+    """
     size = len(records)
     if size == 1:
         return not_seen(6, "one rank: nothing to broadcast")
@@ -398,7 +423,8 @@ def equal_start(records: Records) -> StepRow:
         verb = "waits" if len(waiting) == 1 else "wait"
         evidence = f"{rank_list(waiting)} {verb} in {name}, {rank_list(absent)} did not call it"
         return row(6, False, evidence)
-    starts = [_difference([update.before for update in step]) for step in _by_rank(records)[:2]]
+    steps = [[update.before for update in step] for step in _by_rank(records)]
+    starts = [_difference(before) for before in steps[:2]]
     if not starts:
         return not_seen(6, "no update was made")
     equal = next((step for step, difference in enumerate(starts) if difference == 0), None)
@@ -422,6 +448,12 @@ def equal_start(records: Records) -> StepRow:
     states = {record.updates[0].state for record in records}
     if equal == 0 and len(states) > 1 and None not in states:
         return row(6, False, f"the optimizer's state differs by rank; {evidence}")
+    later = steps[start + 1 :] if drifts and equal is not None else []
+    for update, before in enumerate(later, start + 2):
+        difference, scale = _difference(before), np.max(np.abs(before[0].sample), initial=0)
+        if APART * scale < difference < math.inf:  # infinite: only digests differ
+            evidence += f"; before update {update}: {number(difference)}, they drift apart"
+            return row(6, False, evidence, difference=difference)
     return row(6, equal is not None, evidence, difference=starts[start])
 
 

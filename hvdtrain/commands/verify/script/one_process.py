@@ -10,6 +10,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from hvdtrain.commands.verify.script.watch_distributed import argument
@@ -82,7 +83,12 @@ class OneProcess:
 
     def _keep(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         values = inspect.signature(original).bind(*args, **kwargs).arguments
-        return _Done(self.torch, next(iter(values.values()))) if values.get("async_op") else None
+        if not values.get("async_op"):
+            return None
+        future = self.torch.futures.Future()
+        future.set_result([next(iter(values.values()))])
+        done = {"wait": True, "is_completed": True, "get_future": future}  # result of each method
+        return SimpleNamespace(**{name: lambda *_, r=r: r for name, r in done.items()})
 
     def _reduce(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = argument(original, 0, args, kwargs)
@@ -129,26 +135,6 @@ class OneProcess:
         op = op or self.module.ReduceOp.SUM
         result.copy_(self._reduced(part, op).view(result.shape))
         return self._keep(original, result, value, op, *args, **kwargs)
-
-
-class _Done:
-    """A collective that is done, with its result."""
-
-    def __init__(self, torch: Any, result: Any) -> None:
-        self.future = torch.futures.Future()
-        self.future.set_result([result])
-
-    def get_future(self) -> Any:
-        """Return the result as a completed future."""
-        return self.future
-
-    def wait(self, *_: Any) -> bool:
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
 
 
 def check_gathered(value: Any) -> None:

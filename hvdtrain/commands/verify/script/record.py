@@ -104,6 +104,7 @@ class Loader:
     drawn: int | None  # number of samples in an epoch
     samples: int | None  # in the dataset
     probes: list[str] | None = None  # digests of some samples
+    fixed: bool = False  # whether they are the same, if they are drawn again
     epochs: list[tuple[int | None, int]] = field(default_factory=list)
     """Epoch of the sampler, and number of updates made before, whenever an epoch begins."""
 
@@ -127,6 +128,8 @@ class Record:
     seen: SeenSamples = field(default_factory=SeenSamples)
     loader: Loader | None = None
     reduced: int = 0  # number of reductions over the ranks
+    graded: bool | None = None  # whether an optimizer's parameter had a gradient; None: not seen
+    foreign: int = 0  # parameters of the optimizer that DistributedDataParallel does not hold
     adasum: bool = False  # whether one was by Adasum
     metrics: list[MetricReduction] = field(default_factory=list)
     stand_ins_counted: int = 0  # those of empty parts that were averaged over as samples
@@ -136,6 +139,7 @@ class Record:
     judged: bool = False  # whether Horovod or hvdtrain's adapters were imported
     distributed: bool = False  # whether torch.distributed is used, without them
     library: str | None = None  # name of what else may distribute it
+    spawned: int | None = None  # ranks that the script starts itself, by mp.spawn
     hvdtrain: bool = False  # whether its adapters are used
     resumed: bool = False  # whether a checkpoint of hvdtrain was loaded
     ended: str | None = None  # how; ``updates`` if it was ended after enough of them
@@ -181,10 +185,12 @@ class ScriptRecorder:
         self.sample_weight: float | None = None  # see ``Record.sample_weights``
         self.ignored = 0  # > 0 outside of the script's training
         self.shards: Any = None  # of hvdtrain, once the script has made them
+        self.copy = False  # whether this rank runs what one process runs, apart from mp.spawn
         self.trained, self.stand_ins = 0, 0  # samples, and empty parts, since the last average
         self.applied: Callable[[list[Array], Callable[[], list[Array]]], Any] = lambda *_: None
         self.inspect: Callable[[], Any] = lambda: None  # reads some of the data at the end
         self.listen: Callable[[Any], None] = lambda optimizer: None  # to all of its parameters
+        self.wrapped: list[Any] = []  # parameters that DistributedDataParallel holds
         self.gradient_tests: list[Callable[[Any], bool]] = []  # one per framework
         cores = sorted(os.sched_getaffinity(0))
         self.record = Record(launch.launcher, launch.size, socket.gethostname(), cores)
@@ -246,7 +252,7 @@ class ScriptRecorder:
 
     def wrote(self, target: Any) -> None:
         """Record that the rank opens ``target`` for writing, if it is a path."""
-        if not isinstance(target, str | os.PathLike):
+        if self.copy or not isinstance(target, str | os.PathLike):
             return
         full = os.path.abspath(target)  # noqa: PTH100 (Path would touch the disk)
         if full not in self.record.written and self._counts(full):

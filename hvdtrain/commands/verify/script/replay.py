@@ -49,7 +49,7 @@ class Draws:
     indices: list[list[list[int]]] = field(default_factory=list)  # by iterator, and by batch
     samples: list[int] = field(default_factory=list)  # that the model was trained on, by update
     batchnorm: bool = False  # whether statistics were frozen
-    rounding: float = 0.0  # relative error of the smallest type to which values are converted
+    rounding: float = 0.0  # relative error of the smallest type of a result, or of compression
     random: bool = False  # whether random numbers were drawn between two batches
     obstacle: str = ""  # why the script cannot be replayed
     marks: dict[str, str] = field(default_factory=dict)  # digests of some samples, by their keys
@@ -112,6 +112,7 @@ class Replay:
         wrapper = torch.nn.parallel.DistributedDataParallel
         after(wrapper, "register_comm_hook", lambda *a, **k: self._hooked())
         torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
+        torch.nn.modules.module.register_module_forward_hook(self._output)
         self.recorder.applied = self._applied
 
     def _unsynchronized(self, layer: Any) -> None:
@@ -274,12 +275,16 @@ class Replay:
         return value.double() if exact else value
 
     def _casts(self, cast: Any) -> None:
-        if cast._enabled and not self.plan.exact:  # fp64 is not cast
+        if cast._enabled and not self.plan.exact:  # it does not cast fp64
             self._rounds(cast.fast_dtype)
 
     def _converted(self, result: Any, tensor: Any) -> None:
         if result.requires_grad and result.dtype.itemsize < tensor.dtype.itemsize:
             self._rounds(result.dtype)
+
+    def _output(self, module: Any, _: Any, output: Any) -> None:
+        if self.torch.is_tensor(output) and output.is_floating_point():
+            self._rounds(output.dtype)
 
     def _rounds(self, dtype: Any) -> None:
         """Record that values of ``dtype`` are computed with, or sent."""
@@ -310,9 +315,10 @@ class Replay:
             self.draws.start = self.recorder.record.updates[-1].before.digest
         self.arrays[f"gradients {number}"] = _some(gradients)
         self.arrays[f"parameters {number}"] = _some(parameters())
-        local = self.recorder.record.updates[-1].local
-        if local is not None:
-            self.arrays[f"local {number}"] = np.array(local)
+        last = self.recorder.record.updates[-1]
+        if last.local is not None:
+            self.arrays[f"local {number}"] = np.array(last.local)
+            self.arrays[f"sample {number}"] = np.array(last.applied)
 
     def finish(self) -> None:
         """Write the draws and the values."""

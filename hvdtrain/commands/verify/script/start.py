@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import re
 import shlex
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ from hvdtrain.system.runtime.command import TIMED_OUT, Command, CommandResult, r
 log = logging.getLogger(__name__)
 
 # Of a script that is distributed in another way, and of one that Horovod or hvdtrain distributes.
-OTHER_WORDS = r"tf\.distribute\b|multiprocessing\.spawn\b|\bmp\.spawn\b"
+OTHER_WORDS = r"tf\.distribute\b|\b(?:mp|multiprocessing)\.Process(?=\([^)]*\(\w*rank\b)"
 OUR_IMPORTS = r"(?m)^\s*(?:from|import)\s+(?:horovod|hvdtrain)\b"
 
 HUNG = "a hang"
@@ -142,13 +142,14 @@ def watch(
             raise HvdtrainError(f"{script} could not be started: {_last(result)}")
         _check(script, records)
         single: list[Record] = []
-        if ranks > 1 and any(record.updates for record in records):
+        if trained := ranks > 1 and any(record.updates for record in records):
             # One rank runs to the end only if the ranks do, to show which samples are an epoch.
             # It starts without a checkpoint if they did, not from one that they have saved.
             fresh = [] if any(record.resumed for record in records) else ["--fresh"]
-            single, _ = run_on(1, updates and DETAILED, Path(folder, "single_rank"), more=fresh)
+            runs, _ = run_on(1, updates and DETAILED, Path(folder, "single_rank"), more=fresh)
+            single = [run for run in runs if run.spawned in (None, 1)]  # not of a fixed nprocs
         rows = judge.rows(records, *single)
-        if replay and rows[0].state == OK and single:
+        if replay and trained and rows[0].state == OK:
             rows.append(_replay(run_on, Path(folder), ranks, exact=exact))
     ended = _ends(records, ranks, result, timeout)
     return ScriptResult(rows, ended, min(record.done for record in records))
@@ -180,6 +181,11 @@ def _check(script: Path, records: Records) -> None:
     if library := other_library(records, script):
         verified = "only scripts of Horovod, hvdtrain or torch.distributed can be verified"
         raise OtherScriptError(f"{script}: distributed by {library}; {verified}")
+    for record in records:
+        if record.spawned not in (None, record.started):
+            remedy = f"-n {record.spawned}" if record.spawned > 1 else f"nprocs={record.started}"
+            counts = f"nprocs={record.spawned}, verify {plural(record.started, 'rank')}"
+            raise OtherScriptError(f"{script}: mp.spawn starts {counts}: use {remedy}")
 
 
 def other_library(records: Records, script: Path) -> str:
@@ -191,7 +197,7 @@ def other_library(records: Records, script: Path) -> str:
         return ""
     word = re.search(OTHER_WORDS, text)
     names = (record.library for record in records if record.library)
-    return next(names, word.group().replace(" import ", ".") if word else "")
+    return next(names, word.group() if word else "")
 
 
 def _ends(records: Records, ranks: int, result: CommandResult, timeout: float) -> list[str | None]:
@@ -227,9 +233,8 @@ def build(
 def rendezvous() -> str:
     """Return host and port at which the ranks of a script of torch.distributed meet."""
     hosts = find_allocation(os.environ).hosts
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    # Not a free port of the system's choice: it may give that to mpirun meanwhile.
+    port = random.SystemRandom().randrange(20_000, 32_000)
     return f"{hosts[0].name if len(hosts) > 1 else '127.0.0.1'}:{port}"
 
 

@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,9 @@ NAMES = {  # of these parameters
 class DistributedWatch:
     """Watch PyTorch's own way to distribute a script, unless Horovod or hvdtrain does."""
 
-    def __init__(self, recorder: ScriptRecorder) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: ScriptRecorder, ranks: int) -> None:
+        self.recorder, self.ranks = recorder, ranks
+        self.spawns = 0  # number of calls of mp.spawn
 
     def watch(self, torch: Any) -> None:
         """Watch ``torch.distributed`` from now on."""
@@ -64,6 +66,9 @@ class DistributedWatch:
         replace(module, "barrier", self._barrier)
         self.wrapper = importlib.import_module("torch.nn.parallel.distributed")
         replace(getattr(self.wrapper, DDP), "__init__", self._wrapped)
+        for name in ("spawn", "start_processes"):
+            original = getattr(torch.multiprocessing, name)
+            setattr(torch.multiprocessing, name, partial(self._spawn, original))
         hook = partial(best_effort, self._forward)
         self.torch.nn.modules.module.register_module_forward_pre_hook(hook)
 
@@ -94,6 +99,7 @@ class DistributedWatch:
         self.recorder.record.distributed = True
         with self.recorder.waiting(DDP):
             original(*args, **kwargs)
+        self.recorder.wrapped += args[0].parameters()
         self.recorder.call(DDP)
         return None
 
@@ -107,6 +113,43 @@ class DistributedWatch:
         """Refuse FSDP1, of whose parameters each rank has a piece without a shape."""
         if self.by_script:
             self.recorder.record.library = FSDP1
+
+    def _spawn(
+        self,
+        original: Any,
+        fn: Any,
+        args: Any = (),
+        nprocs: int = 1,
+        join: bool = True,
+        **more: Any,
+    ) -> Any:
+        """Call ``fn`` as this rank in this process, instead of starting others that call it."""
+        recorder, groups = self.recorder, self.torch.distributed
+        if not self.by_script or groups.is_initialized():  # these are not the ranks
+            return original(fn, args, nprocs, join, **more)
+        recorder.record.spawned = nprocs
+        if nprocs != self.ranks:
+            raise SystemExit(f"spawn: {nprocs} processes, not {self.ranks}")
+        rank = int(recorder.path.stem)
+        if self.spawns:  # the process that starts others waits for them
+            self._meet(rank)
+        self.spawns += 1
+        if rank and not recorder.copy:  # so far it has run what one process runs
+            recorder.record.written.clear()
+        recorder.copy = False
+        fn(rank, *args)
+        recorder.copy = rank > 0
+        if groups.is_initialized():  # that of a process that has ended
+            groups.destroy_process_group()
+        return None if join else SimpleNamespace(join=lambda *_, **__: True, processes=[])
+
+    def _meet(self, rank: int) -> None:
+        """Wait until all ranks have ended the functions of earlier spawns."""
+        ranks = range(detect(os.environ).size)
+        path = self.recorder.path.with_name("spawns")
+        store = self.torch.distributed.FileStore(str(path), len(ranks))
+        store.set(f"{self.spawns} {rank}", "")
+        store.wait([f"{self.spawns} {number}" for number in ranks])
 
     def _forward(self, module: Any, _: Any) -> None:
         """Count the passes after which DDP reduces the gradients."""

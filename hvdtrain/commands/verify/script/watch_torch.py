@@ -118,6 +118,8 @@ class OptimizerWatch:
         # That of ZeRO contains one of a part of the parameters.
         parameters = self.trained = _parameters(optimizer)
         record = self.recorder.record
+        if wrapped := set(map(id, self.recorder.wrapped)):
+            record.foreign = sum(p.requires_grad and id(p) not in wrapped for p in parameters)
         record.processor = record.processor or pytorch_processor(self.torch, parameters[0].device)
         state = [
             _array(value)
@@ -133,6 +135,8 @@ class OptimizerWatch:
             parameters, (before, state) = self.trained, self.start
             self.recorder.local = [_gradient(p, self.gradients.get(id(p))) for p in parameters]
             self.applied = [_gradient(p, p.grad) for p in parameters]
+            record = self.recorder.record
+            record.graded = record.graded or any(p.grad is not None for p in parameters)
             self.recorder.update(before, self.applied, state)
         elif self.open:
             self.recorder.count()
@@ -233,14 +237,17 @@ class LoaderWatch:
         record = self.recorder.record
         if not record.loader or not record.loader.samples:
             return
-        # The same random numbers on all ranks: a dataset may crop and flip at random.
+        indices = np.linspace(0, record.loader.samples - 1, INSPECTED).astype(int).tolist()
+        with contextlib.suppress(Exception):  # the dataset may be of any type
+            probes, again = (self._marks(indices) for _ in range(2))
+            record.loader = dataclasses.replace(record.loader, probes=probes, fixed=probes == again)
+
+    def _marks(self, indices: list[int]) -> list[str]:
+        """Return digests of samples, drawn with the same random numbers on all ranks."""
         random.seed(0)
         np.random.seed(0)
         self.torch.manual_seed(0)
-        indices = np.linspace(0, record.loader.samples - 1, INSPECTED).astype(int).tolist()
-        with contextlib.suppress(Exception):  # the dataset may be of any type
-            probes = [mark(self.dataset[index]) for index in indices]
-            record.loader = dataclasses.replace(record.loader, probes=probes)
+        return [mark(self.dataset[index]) for index in indices]
 
 
 def mark(value: Any) -> str:

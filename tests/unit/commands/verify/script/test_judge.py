@@ -628,6 +628,16 @@ ONE_RANK = replace(SINGLE_RANK, rates=[0.1] * 5, sample_weights=[1 / 16] * 5)
         ([updates(applied=SUM)], 5, FAILED, "the sum, not the mean"),
         ([updates(applied=SUM), each(sample_weights=[1 / 32] * 5)], 5, OK, "before"),
         ([each(reduced=0)], 5, FAILED, "call the wrapper, not model.module"),
+        ([each(graded=False)], 5, FAILED, "no parameter of the optimizer had a gradient in 5 upd"),
+        ([updates(applied=[0.0] * 4)], 5, NOT_SEEN, "all gradients are 0"),
+        ([updates(since=1, applied=SUM)], 5, OK, "added to those before: call zero_grad()"),
+        ([updates(1, since=3, before=OTHER)], 6, FAILED, "before update 4: 4, they drift apart"),
+        (
+            [on(rank, loader=loader(probes=[f"{rank}"], fixed=True)) for rank in range(2)],
+            3,
+            NOT_SEEN,
+            "the dataset has another sample on each rank at the same index",
+        ),
         ([], 6, OK, "DistributedDataParallel; max difference to rank 0 before update 1: 0"),
         (
             [each(loader=loader("DistributedSampler", epochs=[(0, 0), (0, 2)]))],

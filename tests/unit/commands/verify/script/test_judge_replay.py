@@ -88,6 +88,18 @@ def test_the_tolerance_is_measured_or_exact() -> None:
     assert replay_row([replayed(2, shift=1e-12)] * 2, whole, whole, exact=True).state == OK
 
 
+def test_gradients_clipped_before_the_reduction_are_named() -> None:
+    local, factors = np.array([[3.0, 1.0, 0.0], [1.0, 0.0, 2.0]]), np.array([0.5, 0.2])
+    run = replayed(2, shift=0.1)
+    for update in range(2):
+        run.arrays[f"sample {update}"] = factors @ local
+    ranks = [Replayed(run.draws, run.arrays | {"local 1": values}) for values in local]
+    row = replay_row(ranks, replayed(4), None, exact=True)
+    assert row.evidence.endswith(
+        "0.5, 0.2 times the gradients of the ranks: clipped or scaled before the reduction"
+    )
+
+
 def test_rounding_errors_that_an_optimizer_enlarges_are_no_difference() -> None:
     ranks, whole = [replayed(2)] * 2, replayed(4)
     for run, sign in ((ranks[0], 1), (whole, -1)):

@@ -101,8 +101,9 @@ NO_UPDATE = Record("mpirun", 2, "node", [0])
     ("text", "fields", "other"),
     [
         ("import torch.distributed as dist\n", {}, ""),
-        ("import torch.multiprocessing as mp\nmp.spawn(main)\n", {}, "mp.spawn"),
-        ("from torch import multiprocessing as mp; mp.spawn(f)\n", {}, "mp.spawn"),
+        ("import torch.multiprocessing as mp\nmp.spawn(main)\n", {}, ""),
+        ("mp.Process(target=run, args=(rank, size))\n", {}, "mp.Process"),
+        ("mp.Process(target=write, args=(queue,))\n", {}, ""),
         ("strategy = tf.distribute.MirroredStrategy()\n", {}, "tf.distribute"),
         ("from project import main\n", {"library": "deepspeed"}, "deepspeed"),
         ("from torch.utils.data.distributed import DistributedSampler\n", {}, ""),
