@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.verify import STALLED
-from hvdtrain.commands.verify.hooks import AfterImport, on_write
+from hvdtrain.commands.verify.hooks import Action, AfterImport, on_write
 from hvdtrain.commands.verify.script import (
     watch_distributed,
     watch_horovod,
@@ -20,6 +20,7 @@ from hvdtrain.commands.verify.script import (
 )
 from hvdtrain.commands.verify.script.record import ScriptRecorder
 from hvdtrain.commands.verify.script.replay import Replay, ReplayPlan
+from hvdtrain.commands.verify.script.replay_tensorflow import TensorFlowReplay
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
@@ -130,27 +131,38 @@ def watch(recorder: ScriptRecorder, replay: Replay | None = None, *, fresh: bool
         if replay:
             replay.start(torch)
 
-    AfterImport(
-        {
-            "torch": pytorch,
-            "torch.distributed.fsdp": groups.shards,
-            "tensorflow": tensorflow.tensorflow,
-            "keras": tensorflow.keras,
-            "horovod.torch.mpi_ops": horovod.operations,
-            "horovod.tensorflow.mpi_ops": horovod.operations,
-            "horovod.torch": horovod.calls,
-            "horovod.tensorflow": horovod.calls,
-            "horovod.tensorflow.keras": horovod.calls,
-            "horovod.keras": horovod.calls,
-            "hvdtrain.adapters.common_adapter": horovod.adapters,
-            "hvdtrain.steps.checkpoint": lambda module: watch_horovod.checkpoints(
-                module, recorder, fresh=fresh
-            ),
-            "hvdtrain.keras.callbacks": horovod.keras_callbacks,
-            "hvdtrain.keras.data": horovod.keras_data,
-        }
-    ).install()
+    actions: dict[str, Action] = {
+        "torch": pytorch,
+        "torch.distributed.fsdp": groups.shards,
+        "tensorflow": tensorflow.tensorflow,
+        "keras": tensorflow.keras,
+        "horovod.torch.mpi_ops": horovod.operations,
+        "horovod.tensorflow.mpi_ops": horovod.operations,
+        "horovod.torch": horovod.calls,
+        "horovod.tensorflow": horovod.calls,
+        "horovod.tensorflow.keras": horovod.calls,
+        "horovod.keras": horovod.calls,
+        "hvdtrain.adapters.common_adapter": horovod.adapters,
+        "hvdtrain.steps.checkpoint": lambda module: watch_horovod.checkpoints(
+            module, recorder, fresh=fresh
+        ),
+        "hvdtrain.keras.callbacks": horovod.keras_callbacks,
+        "hvdtrain.keras.data": horovod.keras_data,
+    }
+    if replay:
+        for name, action in TensorFlowReplay(replay, tensorflow.tape).actions().items():
+            actions[name] = _in_turn(actions.get(name), action)
+    AfterImport(actions).install()
     on_write(recorder.wrote)
+
+
+def _in_turn(first: Action | None, second: Action) -> Action:
+    def both(module: Any) -> None:
+        if first:
+            first(module)
+        second(module)
+
+    return both
 
 
 if __name__ == "__main__":

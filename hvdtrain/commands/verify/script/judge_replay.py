@@ -102,8 +102,12 @@ def _obstacle(ranks: Sequence[Replayed], whole: Replayed) -> str:
     count = min(run.updates for run in (*ranks, whole))
     if not count:
         return "no update was made"
-    if not any(ranks[0].draws.indices):
-        return "no DataLoader of samples with an index was seen"
+    if not any(ranks[0].draws.indices) and not any(ranks[0].draws.elements):
+        return "no DataLoader of samples with an index was seen, and no iterator of tf.data"
+    if len({(len(run.draws.indices), len(run.draws.elements)) for run in ranks}) > 1:
+        return "the ranks do not draw from the same loaders"
+    if len({run.draws.start for run in ranks}) > 1:
+        return "the ranks begin with different parameters"
     if whole.draws.by_rank and not _is_disjoint(ranks):
         return "the dataset is another one on each rank"
     for update in range(count):
@@ -112,7 +116,7 @@ def _obstacle(ranks: Sequence[Replayed], whole: Replayed) -> str:
             if not any(samples):
                 return "the input of the model was not seen (it is passed by keyword, or in a dict)"
             seen = f"{by_rank(samples)} samples by rank, {whole.draws.samples[update]} on one"
-            return f"update {update + 1} is not made of what the DataLoader draws ({seen})"
+            return f"update {update + 1} is not made of what the loader draws ({seen})"
         for kind in (Replayed.gradients, Replayed.parameters):
             here, there = kind(ranks[0], update), kind(whole, update)
             if here.shape != there.shape:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,7 @@ class Draws:
     samples: list[int] = field(default_factory=list)  # that the model was trained on, by update
     batchnorm: bool = False  # whether statistics were frozen
     rounding: float = 0.0  # relative error of the smallest type, of autocast or compression
+    elements: list[int] = field(default_factory=list)  # of tf.data that were kept, by iterator
     random: bool = False  # whether random numbers were drawn between two batches
     obstacle: str = ""  # why the script cannot be replayed
     marks: dict[str, str] = field(default_factory=dict)  # digests of some samples, by their keys
@@ -71,6 +73,7 @@ class Replay:
         self.draws = Draws()
         self.recorded = [read_draws(plan.folder, rank) for rank in range(plan.ranks)]
         self.arrays: dict[str, Array] = {}
+        self.elements: dict[str, Array] = {}  # of tf.data, by iterator, number and leaf
         self.perturbs = plan.perturbed  # whether the parameters are yet to be
 
     def start(self, torch: Any) -> None:
@@ -86,7 +89,7 @@ class Replay:
         replace(torch.utils.data.DataLoader, "__iter__", self._iterator)
         functions = torch.nn.functional
         for name in DROPOUTS:
-            replace(functions, name, _undropped)
+            replace(functions, name, undropped)
         replace(functions, "scaled_dot_product_attention", _without_dropout)
         replace(functions, "batch_norm", self._frozen)
         plain = torch.nn.modules.batchnorm._BatchNorm.forward
@@ -97,7 +100,7 @@ class Replay:
         half = torch.bfloat16  # or another type to which a hook may compress
         after(wrapper, "register_comm_hook", lambda *a, **k: self._rounds(half))
         torch.nn.modules.module.register_module_forward_pre_hook(self._perturb)
-        self.recorder.applied = self._applied
+        self.recorder.applied = self.applied
 
     def _frozen(self, original: Any, value: Any, mean: Any, var: Any, *args: Any, **k: Any) -> Any:
         """Normalize by the running statistics, which do not depend on the other samples."""
@@ -126,9 +129,9 @@ class Replay:
             drawn.append([int(index) for index in indices])
             samples = [self._seeded(number, index, loader.dataset) for index in indices]
             batch = self._cast(loader.collate_fn(samples))
-            state = self._random_state()
+            state = self.random_state()
             yield batch
-            self.draws.random |= state != self._random_state()
+            self.draws.random |= state != self.random_state()
 
     def _union(self, number: int) -> Iterator[list[int]]:
         """Yield what the ranks drew, batch by batch."""
@@ -138,11 +141,12 @@ class Replay:
             union = [index for part in parts for index in part]
             yield union[::-1] if self.plan.perturbed else union
 
-    def _random_state(self) -> tuple[Any, ...]:
+    def random_state(self) -> tuple[Any, ...]:
         """Return the state of all generators of random numbers."""
-        cuda = self.torch.cuda
-        states = [self.torch.get_rng_state()]
-        states += cuda.get_rng_state_all() if cuda.is_initialized() else []
+        states, torch = [], sys.modules.get("torch")  # which TensorFlow's scripts may not have
+        if torch:
+            states = [torch.get_rng_state()]
+            states += torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         arrays = [state.numpy().tobytes() for state in states]
         state: Any = np.random.get_state()
         return random.getstate(), state[1].tobytes(), state[2], *arrays
@@ -208,7 +212,7 @@ class Replay:
             signs = self.torch.randint(0, 2, parameter.shape, generator=generator) * 2.0 - 1
             parameter.data *= (1 + eps * signs.double()).to(parameter)
 
-    def _applied(self, gradients: Sequence[Array], parameters: Callable[[], list[Array]]) -> None:
+    def applied(self, gradients: Sequence[Array], parameters: Callable[[], list[Array]]) -> None:
         """Keep gradients and parameters of an update."""
         number = len(self.draws.samples)
         self.draws.samples.append(self.recorder.record.updates[-1].samples)
@@ -227,6 +231,7 @@ class Replay:
         if ended not in REGULAR:
             self.draws.obstacle = self.draws.obstacle or ended
         np.savez(folder / f"{rank}.npz", **self.arrays)  # type: ignore[arg-type]
+        np.savez(folder / f"{rank}.elements.npz", **self.elements)  # type: ignore[arg-type]
         (folder / f"{rank}.draws").write_text(json.dumps(self.draws, default=vars))
 
 
@@ -241,9 +246,10 @@ def _some(tensors: Sequence[Array]) -> Array:
     return flat[:: -(-len(flat) // MAX_VALUES)]
 
 
-def _undropped(_: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the input of a dropout."""
-    return args[0] if args else kwargs["input"]
+def undropped(_: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the input of a dropout, of PyTorch, Keras or TensorFlow."""
+    names = ("input", "inputs", "x")
+    return args[0] if args else next(kwargs[name] for name in names if name in kwargs)
 
 
 def _without_dropout(original: Any, *args: Any, **kwargs: Any) -> Any:

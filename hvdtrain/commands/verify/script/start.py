@@ -143,7 +143,7 @@ def watch(
             path = Path(folder) / "single_rank"
             single_rank, _ = run_on(1, updates and DETAILED, path, more=fresh)
         rows = judge.rows(records, *single_rank)
-        if single_rank and any(record.distributed for record in records):
+        if single_rank:
             rows.append(_replay(run_on, Path(folder), ranks, exact=exact))
     ended = _ends(records, ranks, result, timeout)
     return ScriptResult(rows, ended, min(record.done for record in records))
@@ -155,7 +155,7 @@ def _replay(run_on: Callable[..., object], folder: Path, ranks: int, *, exact: b
     ``run_on``: see ``watch``.
     """
     drawn, whole, perturbed = (folder / name for name in ("drawn", "whole", "perturbed"))
-    more = ["--replay", str(drawn), *["--exact"] * exact]
+    more = ["--fresh", "--replay", str(drawn), *["--exact"] * exact]
     run_on(ranks, UPDATES, drawn, more=more)
     more += ["--stands-for", str(ranks)]
     try:

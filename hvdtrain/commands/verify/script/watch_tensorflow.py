@@ -141,6 +141,7 @@ class TensorFlowWatch:
         state = [tf.identity(tf.convert_to_tensor(v)) for v in slots] if built else []
         result = original(optimizer, grads, trainable_variables and variables)
         applied = [tf.convert_to_tensor(g) for g, _ in pairs]
+        new = [tf.convert_to_tensor(v) for _, v in pairs]
         count = len(pairs)
 
         def note(*arrays: Any) -> None:
@@ -150,14 +151,13 @@ class TensorFlowWatch:
             if not self.recorder.detailed:
                 self.recorder.count()
                 return
-            values = arrays[1:]
-            self.recorder.update(
-                before=values[:count],
-                applied=values[count : 2 * count],
-                state=values[2 * count :] if built else None,
-            )
+            values = [arrays[1 + count * n :][:count] for n in range(3)]
+            gradients = list(values[1])
+            kept = arrays[1 + 3 * count :] if built else None
+            self.recorder.update(before=values[0], applied=gradients, state=kept)
+            self.recorder.applied(gradients, lambda: list(values[2]))
 
-        run(note, [rate, *before, *applied, *state])
+        run(note, [rate, *before, *applied, *new, *state])
         self._end()
         return result
 

@@ -50,6 +50,18 @@ CASES: dict[str, tuple[list[Replayed], Replayed, str, str]] = {
         NOT_SEEN,
         "cannot be replayed: UnreplayableError: a send",
     ),
+    "other loaders": (
+        [replace(replayed(2), draws=Draws(samples=[2, 2], elements=[3] * n)) for n in (1, 2)],
+        replayed(4),
+        NOT_SEEN,
+        "cannot be replayed: the ranks do not draw from the same loaders",
+    ),
+    "other parameters": (
+        [replace(replayed(2), draws=Draws([[[0]]], [2, 2], start=start)) for start in "ab"],
+        replayed(4),
+        NOT_SEEN,
+        "cannot be replayed: the ranks begin with different parameters",
+    ),
     "random numbers": (
         [replace(replayed(2), draws=Draws([[[0]]], [2, 2], random=True))] * 2,
         replayed(4, shift=0.1),
