@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+tf.config.threading.set_intra_op_parallelism_threads(1)
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 keras.utils.set_random_seed(RANK)

@@ -174,5 +174,6 @@ def _cause(ranks: Sequence[Replayed], whole: Replayed, update: int) -> str:
         return f"the mean of the ranks' means, of {by_rank(counts)} samples"
     return (
         "a mean of the ranks' means, if the loss divides by something else than samples (tokens, "
-        "pixels, weights); or inputs that depend on the rank"
+        "pixels, weights); gradients that are clipped before they are reduced; or inputs that "
+        "depend on the rank"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from hvdtrain.commands.verify.script.watch_tensorflow import run
 
 MAX_BYTES = 2**30  # of the elements that are kept
 RANDOM = ("normal", "truncated_normal", "uniform", "shuffle", "categorical", "gamma", "poisson")
-KERAS = ("keras.", "tensorflow")
+LIBRARIES = ("keras.", "tensorflow")  # whose initializers draw random numbers, too
 OURS = "hvdtrain.collectives.horovod_tf"  # whose calls are answered by one process
 SIZES = ("size", "local_size", "_process_set_size")
 OTHERS = ("alltoall", "_reducescatter", "_grouped_reducescatter", "join", "add_process_set")
@@ -38,6 +39,7 @@ class TensorFlowReplay:
     def __init__(self, replay: Replay, tape: Depth) -> None:
         self.replay, self.plan, self.draws = replay, replay.plan, replay.draws
         self.tape = tape
+        self.adapting = Depth()  # open calls of layers that adapt to data, each rank to its own
         self.bytes = 0  # of the elements
         self.state: Any = None  # of the random numbers at the last update
         self.perturbed: set[int] = set()  # variables, by id
@@ -62,7 +64,7 @@ class TensorFlowReplay:
         replace(tf.nn, "dropout", undropped)
         for owner in (tf.random, tf.random.Generator):
             for name in RANDOM:
-                after(owner, name, lambda *a, **k: self._drew(sys._getframe(3)))
+                after(owner, name, lambda *a, **k: self._drew(_caller()))
         self.replay.recorder.applied = self._applied
 
     def keras(self, keras: Any) -> None:
@@ -76,7 +78,9 @@ class TensorFlowReplay:
             )
         replace(importlib.import_module("keras.src.backend").random, "dropout", undropped)
         replace(keras.layers.BatchNormalization, "call", self._frozen)
-        after(keras.random.SeedGenerator, "next", lambda *a, **k: self._drew(None))
+        for layer in (keras.layers.Normalization, keras.layers.Discretization):
+            replace(layer, "adapt", self._adapted)
+        after(keras.random.SeedGenerator, "next", lambda *a, **k: self._drew())
         replace(keras.layers.Layer, "__call__", self._call)
 
     def horovod(self, module: Any) -> None:
@@ -90,16 +94,17 @@ class TensorFlowReplay:
         """Let ``hvdtrain.keras`` say that there are N ranks."""
         module.size = module.local_size = lambda: self.plan.ranks
 
-    def refuse(self, what: str, *_: Any, **__: Any) -> None:
-        """Record that one process cannot answer ``what``, and raise ``UnreplayableError``."""
-        self.draws.obstacle = self.draws.obstacle or what
-        raise UnreplayableError(what)
+    def refuse(self, feature: str, *_: Any, **__: Any) -> None:
+        """Record that one process cannot answer ``feature``, and raise ``UnreplayableError``."""
+        self.draws.obstacle = self.draws.obstacle or feature
+        raise UnreplayableError(feature)
 
     def _iterator(self, original: Any, dataset: Any) -> Any:
         """Iterate over what the ranks drew, or keep it."""
         tf, parts = self.tf, self.tf.nest.flatten(dataset.element_spec)
         arrays = all(isinstance(p, tf.TensorSpec) and p.shape.rank != 0 for p in parts)
-        if not (tf.executing_eagerly() and arrays and tf.string not in {p.dtype for p in parts}):
+        numbers = arrays and tf.string not in {part.dtype for part in parts}
+        if self.adapting.value or not (tf.executing_eagerly() and numbers):
             return original(dataset)
         number = len(self.draws.elements)
         self.draws.elements.append(0)
@@ -141,12 +146,10 @@ class TensorFlowReplay:
     def _union(self, spec: Any, number: int) -> Iterator[Any]:
         """Yield what the ranks drew, element by element."""
         files = [np.load(self.plan.folder / f"{r}.elements.npz") for r in range(self.plan.ranks)]
-        counts = [
-            draws.elements[number] if number < len(draws.elements) else 0
-            for draws in self.replay.recorded
-        ]
-        for element in range(max(counts)):
-            drawn = [file for file, count in zip(files, counts, strict=True) if element < count]
+        for element in itertools.count():
+            drawn = [file for file in files if f"{number} {element} 0" in file]
+            if not drawn:
+                return
             flat = []
             for leaf in range(len(self.tf.nest.flatten(spec))):
                 parts = [file[f"{number} {element} {leaf}"] for file in drawn]
@@ -155,6 +158,10 @@ class TensorFlowReplay:
                 flat.append(np.concatenate(parts)[:: -1 if self.plan.perturbed else 1])
             yield self.tf.nest.pack_sequence_as(spec, flat)
 
+    def _adapted(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.adapting:
+            return original(*args, **kwargs)
+
     def _frozen(
         self, original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None
     ) -> Any:
@@ -162,14 +169,10 @@ class TensorFlowReplay:
         self.draws.batchnorm |= bool(training)
         return original(layer, inputs, training=False, mask=mask)
 
-    def _drew(self, caller: Any) -> None:
-        """Record that random numbers were drawn in the loop, by Keras or the frame of a caller.
-
-        Keras's initializers, too, call TensorFlow.
-        """
-        name = caller and caller.f_globals.get("__name__", "")
-        begun = self.draws.elements and not name.startswith(KERAS) if name else self.tape.value
-        self.draws.random |= bool(begun)
+    def _drew(self, caller: str = "") -> None:
+        """Record that random numbers were drawn in the loop, by a module or by a layer of Keras."""
+        begun = self.draws.elements if caller else self.tape.value
+        self.draws.random |= bool(begun) and not caller.startswith(LIBRARIES)
 
     def _rounds(self, tensors: Sequence[Any]) -> None:
         kinds = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating]
@@ -269,6 +272,11 @@ class EqualRanks:
         if self.replay.tape.value and value.dtype.is_floating and large:
             self.replay.refuse("a gather of activations")  # one process has those of all samples
         return self.tf.concat([value] * self.ranks, 0)
+
+
+def _caller() -> str:
+    """Return the module that has called a function whose result is listened to."""
+    return str(sys._getframe(4).f_globals.get("__name__", ""))  # around it: ``hooks``, a lambda
 
 
 def _is_ours() -> bool:
