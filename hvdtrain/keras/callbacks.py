@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import data as shards
+from hvdtrain.keras import session
 from hvdtrain.keras.checkpoint import BackupAndRestore, BestModelCheckpoint, ModelCheckpoint
 from hvdtrain.keras.data import Logs
 from hvdtrain.keras.model import ModelCallback, first_sum, is_built, note_samples, step_sums
@@ -384,7 +385,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         def multiplier(epoch: float) -> float:
             # Already the last batch of the warm-up has the final learning rate.
             done = (epoch + 1 / (self._steps or 1)) / warmup_epochs
-            size = self.adapter.world.size
+            size = session.size()
             return (1 + done * (size - 1)) / size
 
         super().__init__(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from hvdtrain.system.machine.frameworks import is_installed
 from tests.conftest import ROOT
 
 SCRIPT = """
@@ -54,10 +56,84 @@ except UnreplayableError as error:
     print("refused", error)
 """
 
+# The same of Horovod for TensorFlow, and what the iterators of three uneven ranks gave.
+TENSORFLOW = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
-def test_collectives_of_three_equal_ranks() -> None:
-    pytest.importorskip("torch")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=120
+import numpy as np
+import tensorflow as tf
+from hvdtrain.commands.verify.hooks import AfterImport, Depth
+from hvdtrain.commands.verify.script.one_process import UnreplayableError
+from hvdtrain.commands.verify.script.replay import Replay, ReplayPlan
+from hvdtrain.commands.verify.script.replay_tensorflow import TensorFlowReplay
+
+folder, plain = Path(sys.argv[1]), tf.data.Dataset.__iter__
+x = np.arange(16, dtype=np.float32).reshape(8, 2)
+
+
+def replayed(rank, ranks=0):
+    path, record = folder / f"{rank}.json", SimpleNamespace(ended="updates", hvdtrain=False)
+    plan = ReplayPlan(folder, ranks, exact=True)
+    made = TensorFlowReplay(
+        Replay(plan, SimpleNamespace(path=path, record=record)), SimpleNamespace(tape=Depth())
     )
-    assert done.stdout.strip() == "refused torch.distributed.send", done.stderr[-3000:]
+    made.tf = tf
+    data = tf.data.Dataset.from_tensor_slices({"x": x, "y": np.arange(8)}).shard(3, rank).batch(2)
+    return made, list(made._iterator(plain, data))
+
+
+for rank in range(3):
+    kept, elements = replayed(rank)
+    assert [len(each["y"]) for each in elements] == [2, 1 if rank < 2 else 0][: len(elements)]
+    kept.replay.finish()
+one, elements = replayed(0, 3)
+for each, indices in zip(elements, ([0, 3, 1, 4, 2, 5], [6, 7]), strict=True):
+    assert each["x"].dtype == tf.float64
+    np.testing.assert_array_equal(each["x"], x[indices])
+    np.testing.assert_array_equal(each["y"], indices)
+
+AfterImport({"horovod.tensorflow.mpi_ops": one.horovod}).install()
+import horovod.tensorflow as hvd
+
+hvd.init()
+assert (hvd.rank(), hvd.size(), hvd.local_size(), hvd.global_process_set.size()) == (0, 3, 3, 3)
+value = tf.constant([1.0, 2.0])
+for op, expected in ((hvd.Sum, 3 * value), (hvd.Average, value), (hvd.Product, value**3)):
+    np.testing.assert_array_equal(hvd.allreduce(value, op=op), expected)
+np.testing.assert_array_equal(hvd.grouped_allreduce([value, value], op=hvd.Max)[1], value)
+np.testing.assert_array_equal(tf.function(hvd.allgather)(value), [1, 2] * 3)
+assert hvd.allgather_object({"loss": 1.5}) == [{"loss": 1.5}] * 3
+variable = tf.Variable(value)
+hvd.broadcast_variables([variable], root_rank=0)
+slices = tf.IndexedSlices(value[:, None], tf.constant([0, 1]), tf.constant([4, 1]))
+dense = tf.convert_to_tensor(hvd.allreduce(slices))
+np.testing.assert_allclose(dense[:, 0], [1, 2, 0, 0])
+with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(variable**2)
+gradient = hvd.DistributedGradientTape(tape, op=hvd.Sum).gradient(loss, [variable])
+np.testing.assert_array_equal(gradient[0], 6 * value)
+try:
+    hvd.alltoall(value)
+except UnreplayableError as error:
+    print("refused", error)
+"""
+CASES = [("torch", SCRIPT, "torch.distributed.send")]
+CASES += [("horovod.tensorflow.mpi_lib", TENSORFLOW, "hvd.alltoall")]
+
+
+@pytest.mark.parametrize(("module", "script", "refused"), CASES)
+def test_collectives_of_three_equal_ranks(
+    module: str, script: str, refused: str, tmp_path: Path
+) -> None:
+    if not is_installed(module):
+        pytest.skip(f"{module} is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == f"refused {refused}", done.stderr[-3000:]

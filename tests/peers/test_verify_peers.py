@@ -49,7 +49,7 @@ def test_a_right_script(name: str, exact: bool, tmp_path: Path) -> None:
 COPY = "__import__('copy').deepcopy"
 TOKENS = r"(cross_entropy.*labels)", r"\1, ignore_index=0"
 MEAN = "a mean of the ranks' means, if the loss divides by something else than samples"
-NO_GRADIENT = "no parameter of the optimizer has a gradient"
+NO_GRADIENT = "no parameter of the optimizer had a gradient"
 # Script, pattern, replacement; state, step and words of the row that shows it, None if none does.
 MISTAKES: dict[str, tuple[str, str, str, str, int | None, str]] = {
     "a: optimizer of another model": (

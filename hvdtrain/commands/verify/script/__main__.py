@@ -7,13 +7,11 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.verify import STALLED
-from hvdtrain.commands.verify.hooks import AfterImport, on_write
+from hvdtrain.commands.verify.hooks import Action, AfterImport, on_write
 from hvdtrain.commands.verify.script import (
     watch_distributed,
     watch_horovod,
@@ -22,6 +20,7 @@ from hvdtrain.commands.verify.script import (
 )
 from hvdtrain.commands.verify.script.record import ScriptRecorder
 from hvdtrain.commands.verify.script.replay import Replay, ReplayPlan
+from hvdtrain.commands.verify.script.replay_tensorflow import TensorFlowReplay
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK
 from hvdtrain.system.runtime.detect import detect
 from hvdtrain.system.runtime.exit import run_and_exit
@@ -126,7 +125,7 @@ def watch(recorder: ScriptRecorder, replay: Replay | None = None, *, fresh: bool
         watch_torch.watch(torch, recorder)
         groups.watch(torch)
 
-    actions: dict[str, Callable[[Any], None]] = {
+    actions: dict[str, Action] = {
         "torch": pytorch,
         "torch.distributed.fsdp": groups.shards,
         "tensorflow": tensorflow.tensorflow,
@@ -144,15 +143,21 @@ def watch(recorder: ScriptRecorder, replay: Replay | None = None, *, fresh: bool
         "hvdtrain.keras.callbacks": horovod.keras_callbacks,
         "hvdtrain.keras.data": horovod.keras_data,
     }
-    for name, action in replay.actions.items() if replay else ():
-        actions[name] = partial(_both, actions[name], action)
+    if replay:
+        tensorflow_replay = TensorFlowReplay(replay, tensorflow)
+        for name, action in (*replay.actions.items(), *tensorflow_replay.actions.items()):
+            actions[name] = _in_turn(actions.get(name), action)
     AfterImport(actions).install()
     on_write(recorder.wrote)
 
 
-def _both(first: Callable[[Any], None], second: Callable[[Any], None], module: Any) -> None:
-    first(module)
-    second(module)
+def _in_turn(first: Action | None, second: Action) -> Action:
+    def both(module: Any) -> None:
+        if first:
+            first(module)
+        second(module)
+
+    return both
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def replay_row(
             parameters, which shows what is no difference.
         exact: whether all is in fp64 that the script does not cast itself.
     """
-    if reason := obstacle([whole]) or _mismatch(ranks, whole):
+    if reason := obstacle(ranks) or obstacle([whole]) or _mismatch(ranks, whole):
         return not_seen(STEP, f"cannot be replayed: {reason}")
     differences = _differences(ranks[0], whole)
     noise = max(_differences(whole, perturbed), default=0.0)
@@ -103,8 +103,12 @@ def obstacle(runs: Sequence[Replayed]) -> str:
         return reason
     if not all(run.updates for run in runs):
         return "no update was made"
-    if not any(runs[0].draws.indices):
-        return "no DataLoader of samples with an index was seen"
+    if not any(runs[0].draws.indices) and not any(runs[0].draws.elements):
+        return "no DataLoader of samples with an index was seen, and no iterator of tf.data"
+    if len({(len(run.draws.indices), len(run.draws.elements)) for run in runs}) > 1:
+        return "the ranks do not draw from the same loaders"
+    if len({run.draws.start for run in runs}) > 1:
+        return "the ranks begin with different parameters"
     return ""
 
 
@@ -119,7 +123,7 @@ def _mismatch(ranks: Sequence[Replayed], whole: Replayed) -> str:
             return "the model's input was not seen: no tensor, or of a model without optimizer"
         if sum(samples) != whole.draws.samples[update]:
             seen = f"{by_rank(samples)} samples by rank, {whole.draws.samples[update]} on one"
-            return f"update {update + 1} is not made of what the DataLoader draws ({seen})"
+            return f"update {update + 1} is not made of what the loader draws ({seen})"
         for kind in (Replayed.gradients, Replayed.parameters):
             here, there = kind(ranks[0], update), kind(whole, update)
             if here.shape != there.shape:
@@ -183,7 +187,8 @@ def _cause(ranks: Sequence[Replayed], whole: Replayed, update: int) -> str:
         return f"{factors} times the gradients of the ranks: clipped or scaled before the reduction"
     return (
         "a mean of the ranks' means, if the loss divides by something else than samples (tokens, "
-        "pixels, weights); or inputs or layers that depend on the rank"
+        "pixels, weights); gradients that are clipped before they are reduced; or inputs or layers "
+        "that depend on the rank"
     )
 
 

@@ -39,7 +39,6 @@ DIVIDED = ": averaged, though each rank's gradient was already divided by the gl
 DIVIDED_BEFORE = "divided by the global batch size before"
 KERAS = "import hvdtrain.keras as hvd"
 NO_BROADCAST = "no broadcast was executed"
-NO_GRADIENT = "no parameter of the optimizer has a gradient: create it with those of the model"
 STATE = "broadcast_optimizer_state"
 DDP = "DistributedDataParallel"
 # Calls after which all parameters are those of rank 0, or parts of one copy of them.
@@ -187,7 +186,8 @@ def mean_gradient(records: Records, single_rank: Record | None) -> StepRow:
         return not_seen(5, "one rank: nothing to reduce")
     if all(record.graded is False for record in records):
         count = plural(len(steps), "update")
-        return row(5, False, f"no parameter of the optimizer had a gradient in {count}")
+        remedy = "create it with those of the model"
+        return row(5, False, f"no parameter of the optimizer had a gradient in {count}: {remedy}")
     tensors = plural(records[0].updates[0].tensors, "tensor")
     largest = 0.0
     for step, updates in enumerate(steps, 1):
@@ -315,8 +315,6 @@ def _composition(records: Records, single_rank: Record | None, evidence: str) ->
             part, divided = 0.0, False
         applied = np.array(updates[0].applied)
         return _combination(applied, np.array(local), evidence, part=part, divided=divided)
-    if not any(any(update.applied) for updates in _by_rank(records) for update in updates):
-        return row(5, False, f"{evidence}; {NO_GRADIENT}")
     if reduced:  # perhaps to their sum, or to the mean over some of the ranks
         evidence += "; reduced, but the local gradients were not seen"
     return not_seen(5, evidence)

@@ -32,6 +32,7 @@ MAX_VALUES = 4_000_000  # of the parameters; of larger models some, at equal dis
 REGULAR = {"updates", "its own end", "exit code 0"}  # ends of a script
 MAX_MARKS = 2000  # samples of which digests are kept
 MIX = 1_000_003  # a prime
+OURS = ("hvdtrain.adapters.", "hvdtrain.keras.")
 DROPOUTS = (
     "dropout",
     "dropout1d",
@@ -50,6 +51,7 @@ class Draws:
     samples: list[int] = field(default_factory=list)  # that the model was trained on, by update
     batchnorm: bool = False  # whether statistics were frozen
     rounding: float = 0.0  # relative error of the smallest type of a result, or of compression
+    elements: list[int] = field(default_factory=list)  # of tf.data that were kept, by iterator
     random: bool = False  # whether random numbers were drawn between two batches
     obstacle: str = ""  # why the script cannot be replayed
     marks: dict[str, str] = field(default_factory=dict)  # digests of some samples, by their keys
@@ -76,6 +78,7 @@ class Replay:
         self.draws = Draws()
         self.recorded = [read_draws(plan.folder, rank) for rank in range(plan.ranks)]
         self.arrays: dict[str, Array] = {}
+        self.elements: dict[str, Array] = {}  # of tf.data, by iterator, number and leaf
         self.perturbs = plan.perturbed  # whether the parameters are yet to be
 
     @property
@@ -102,7 +105,7 @@ class Replay:
         replace(torch.utils.data.DataLoader, "__iter__", self._iterator)
         functions = torch.nn.functional
         for name in DROPOUTS:
-            replace(functions, name, _undropped)
+            replace(functions, name, undropped)
         replace(functions, "scaled_dot_product_attention", _without_dropout)
         replace(functions, "batch_norm", self._frozen)
         self._unsynchronized(torch.nn.SyncBatchNorm)
@@ -113,7 +116,7 @@ class Replay:
         after(wrapper, "register_comm_hook", lambda *a, **k: self._hooked())
         torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
         torch.nn.modules.module.register_module_forward_hook(self._output)
-        self.recorder.applied = self._applied
+        self.recorder.applied = self.applied
 
     def _unsynchronized(self, layer: Any) -> None:
         """Let SyncBatchNorm, which has a kernel of its own, normalize as BatchNorm does."""
@@ -160,7 +163,7 @@ class Replay:
         """Return the world of an adapter, which itself has the true one, but for the rate."""
         world = vars(adapter).get("world") or adapter.__getattr__("world")
         caller = sys._getframe(1)
-        inside = caller.f_globals.get("__name__", "").startswith("hvdtrain.adapters.")
+        inside = caller.f_globals.get("__name__", "").startswith(OURS)
         scales = caller.f_code.co_name == SCALED
         return world if inside and not scales else self._as_ranks(world)
 
@@ -172,10 +175,10 @@ class Replay:
         drawn = self._begin()
         for part in original(*args, **kwargs):
             drawn.extend([part.indices.tolist()] * (not part.stand_in))
-            state = self._random_state()
+            state = self.random_state()
             perturbed = self.plan.perturbed
             yield with_changes(part, indices=part.indices[::-1].copy()) if perturbed else part
-            self.draws.random |= state != self._random_state()
+            self.draws.random |= state != self.random_state()
 
     def _begin(self) -> list[list[int]]:
         """Return the list of the batches of an iterator that begins."""
@@ -212,9 +215,9 @@ class Replay:
             drawn.append([int(index) for index in indices])
             samples = [self._seeded(number, index, loader.dataset) for index in indices]
             batch = self._cast(loader.collate_fn(samples))
-            state = self._random_state()
+            state = self.random_state()
             yield batch
-            self.draws.random |= state != self._random_state()
+            self.draws.random |= state != self.random_state()
 
     def _union(self, number: int) -> Iterator[list[int]]:
         """Yield what the ranks drew, batch by batch."""
@@ -224,11 +227,12 @@ class Replay:
             union = [index for part in parts for index in part]
             yield union[::-1] if self.plan.perturbed else union
 
-    def _random_state(self) -> tuple[Any, ...]:
+    def random_state(self) -> tuple[Any, ...]:
         """Return the state of all generators of random numbers."""
-        cuda = self.torch.cuda
-        states = [self.torch.get_rng_state()]
-        states += cuda.get_rng_state_all() if cuda.is_initialized() else []
+        states, torch = [], sys.modules.get("torch")  # which TensorFlow's scripts may not have
+        if torch:
+            states = [torch.get_rng_state()]
+            states += torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         arrays = [state.numpy().tobytes() for state in states]
         state: Any = np.random.get_state()
         return random.getstate(), state[1].tobytes(), state[2], *arrays
@@ -307,7 +311,7 @@ class Replay:
             signs = self.torch.randint(0, 2, parameter.shape, generator=generator) * 2.0 - 1
             parameter.data *= (1 + eps * signs.double()).to(parameter)
 
-    def _applied(self, gradients: Sequence[Array], parameters: Callable[[], list[Array]]) -> None:
+    def applied(self, gradients: Sequence[Array], parameters: Callable[[], list[Array]]) -> None:
         """Keep gradients and parameters of an update."""
         number = len(self.draws.samples)
         self.draws.samples.append(self.recorder.record.updates[-1].samples)
@@ -323,13 +327,12 @@ class Replay:
     def finish(self) -> None:
         """Write the draws and the values."""
         rank, folder = self.recorder.path.stem, self.recorder.path.parent
-        if "tensorflow" in sys.modules and not self.arrays:
-            self.draws.obstacle = "TensorFlow is not replayed"
         ended = self.recorder.record.ended or ""
         self.draws.weighted = self.recorder.record.hvdtrain
         if ended not in REGULAR:
             self.draws.obstacle = self.draws.obstacle or ended.removeprefix("UnreplayableError: ")
         np.savez(folder / f"{rank}.npz", **self.arrays)  # type: ignore[arg-type]
+        np.savez(folder / f"{rank}.elements.npz", **self.elements)  # type: ignore[arg-type]
         (folder / f"{rank}.draws").write_text(json.dumps(self.draws, default=vars))
 
 
@@ -344,9 +347,10 @@ def _some(tensors: Sequence[Array]) -> Array:
     return flat[:: -(-len(flat) // MAX_VALUES)]
 
 
-def _undropped(_: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the input of a dropout."""
-    return args[0] if args else kwargs["input"]
+def undropped(_: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the input of a dropout, of PyTorch, Keras or TensorFlow."""
+    names = ("input", "inputs", "x")
+    return args[0] if args else next(kwargs[name] for name in names if name in kwargs)
 
 
 def _without_dropout(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.commands.verify.hooks import Depth, after, best_effort, replace
-from hvdtrain.commands.verify.script.record import ScriptRecorder
+from hvdtrain.commands.verify.script.record import Array, ScriptRecorder
 from hvdtrain.system.machine.gpus import tensorflow_processor
 
 
@@ -43,6 +43,7 @@ class TensorFlowWatch:
         self.tape = Depth()  # open gradient tapes
         self.layer = Depth()  # open calls of layers
         self.jacobian = Depth()  # open calls of `jacobian`
+        self.applied: Callable[[list[Array], Callable[[], list[Array]]], Any] = lambda *_: None
         self.gradients: list[Any] = []  # of the last tape, until the update
         recorder.gradient_tests.append(self.is_gradient)
         self.tf: Any = None
@@ -141,6 +142,7 @@ class TensorFlowWatch:
         state = [tf.identity(tf.convert_to_tensor(v)) for v in slots] if built else []
         result = original(optimizer, grads, trainable_variables and variables)
         applied = [tf.convert_to_tensor(g) for g, _ in pairs]
+        new = [tf.convert_to_tensor(v) for _, v in pairs]
         count = len(pairs)
 
         def note(*arrays: Any) -> None:
@@ -150,14 +152,13 @@ class TensorFlowWatch:
             if not self.recorder.detailed:
                 self.recorder.count()
                 return
-            values = arrays[1:]
-            self.recorder.update(
-                before=values[:count],
-                applied=values[count : 2 * count],
-                state=values[2 * count :] if built else None,
-            )
+            values = [arrays[1 + count * n :][:count] for n in range(3)]
+            gradients = list(values[1])
+            kept = arrays[1 + 3 * count :] if built else None
+            self.recorder.update(before=values[0], applied=gradients, state=kept)
+            self.applied(gradients, lambda: list(values[2]))
 
-        run(note, [rate, *before, *applied, *state])
+        run(note, [rate, *before, *applied, *new, *state])
         self._end()
         return result
 

@@ -286,11 +286,6 @@ FAULTS: dict[str, tuple[int, list[Change], str]] = {
         [on(0, waiting="broadcast_parameters"), without(0)],
         "rank 0 waits in broadcast_parameters, rank 1 did not call it",
     ),
-    "no gradient": (
-        5,
-        [updates(applied=[0.0] * 4, local=[0.0] * 4)],
-        "no parameter of the optimizer has a gradient",
-    ),
     "all write": (7, [on(1, written=["/work/model.pt"])], "ranks 0, 1 wrote"),
     "not reduced": (
         8,

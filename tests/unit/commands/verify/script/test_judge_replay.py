@@ -56,6 +56,18 @@ CASES: dict[str, tuple[list[Replayed], Replayed, str, str]] = {
         NOT_SEEN,
         "cannot be replayed: UnreplayableError: a send",
     ),
+    "other loaders": (
+        [replace(replayed(2), draws=Draws(samples=[2, 2], elements=[3] * n)) for n in (1, 2)],
+        replayed(4),
+        NOT_SEEN,
+        "cannot be replayed: the ranks do not draw from the same loaders",
+    ),
+    "other parameters": (
+        [replace(replayed(2), draws=Draws([[[0]]], [2, 2], start=start)) for start in "ab"],
+        replayed(4),
+        NOT_SEEN,
+        "cannot be replayed: the ranks begin with different parameters",
+    ),
     "random numbers": (
         [replace(replayed(2), draws=Draws([[[0]]], [2, 2], random=True))] * 2,
         replayed(4, shift=0.1),
@@ -94,7 +106,7 @@ def test_gradients_clipped_before_the_reduction_are_named() -> None:
     for update in range(2):
         run.arrays[f"sample {update}"] = factors @ local
     ranks = [Replayed(run.draws, run.arrays | {"local 1": values}) for values in local]
-    row = replay_row(ranks, replayed(4), None, exact=True)
+    row = replay_row(ranks, replayed(4), replayed(4), exact=True)
     assert row.evidence.endswith(
         "0.5, 0.2 times the gradients of the ranks: clipped or scaled before the reduction"
     )
