@@ -157,6 +157,7 @@ class TensorFlowReplay:
                 if len({part.shape[1:] for part in parts}) > 1:
                     self.refuse("the batches of the ranks are padded to different lengths")
                 flat.append(np.concatenate(parts)[:: -1 if self.plan.perturbed else 1])
+            self.draws.elements[number] += 1
             yield self.tf.nest.pack_sequence_as(spec, flat)
 
     def _adapted(self, original: Any, *args: Any, **kwargs: Any) -> Any:
