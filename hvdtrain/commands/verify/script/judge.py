@@ -10,23 +10,25 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import combinations, pairwise
 
+import numpy as np
+
 from hvdtrain.commands.verify.check_ranks import judge_devices, judge_world, true_world
-from hvdtrain.commands.verify.rows import FAILED, OK, StepRow, by_rank, not_seen, row
-from hvdtrain.commands.verify.script.judge_updates import (
-    equal_start,
-    learning_rate,
-    mean_gradient,
-)
+from hvdtrain.commands.verify.rows import FAILED, OK, StepRow, by_rank, not_seen, number, row
+from hvdtrain.commands.verify.script.judge_gradients import mean_gradient, updates_by_rank
+from hvdtrain.commands.verify.script.judge_rate import learning_rate
 from hvdtrain.commands.verify.script.record import (
     AVERAGED,
     OURS,
     SAME,
     TO_ONE,
+    Call,
     MetricReduction,
     Record,
     Records,
+    Values,
 )
 from hvdtrain.commands.verify.script.samples import first_epoch, on_several, repeated
+from hvdtrain.commands.verify.script.watch_distributed import DDP
 from hvdtrain.system.output.text import plural, rank_list
 
 MAX_SHARED = 3  # samples that two ranks may share by chance: data have duplicates, samplers pad
@@ -35,6 +37,11 @@ ADASUM = "Adasum combines the ranks' steps by another rule, at the learning rate
 NO_INIT = ("Horovod has not been initialized", "Default process group has not been initialized")
 EXPECTED = 5.0  # samples expected on several ranks if they were drawn without shards
 COVERED = 0.9  # of the samples of a run on one rank: incomplete batches may be dropped
+APART = 1e-3  # relative difference of parameters between ranks that counts as none
+NO_BROADCAST = "no broadcast was executed"
+STATE = "broadcast_optimizer_state"
+# Calls after which all parameters are those of rank 0, or parts of one copy of them.
+WHOLE = {"broadcast_global_variables", "broadcast_state", DDP, "fully_shard"}
 
 
 def rows(records: Records, single_rank: Record | None = None) -> list[StepRow]:
@@ -234,6 +241,80 @@ def _unsharded(records: Records, seen: Sequence[list[str]], samples: str) -> Ste
         if _by_chance(seen, samples_each) >= EXPECTED:
             return row(3, True, f"different data on each rank; {samples}")
     return not_seen(3, f"no sampler and no shard call; {samples}")
+
+
+def equal_start(records: Records, *, drifts: bool = False) -> StepRow:
+    """Judge step 6: parameters were broadcast, and are equal by the second update.
+
+    ``drifts``: whether they must be equal later, too.
+    """
+    size = len(records)
+    if size == 1:
+        return not_seen(6, "one rank: nothing to broadcast")
+    waiting = [rank for rank, record in enumerate(records) if record.waiting]
+    if waiting and len(waiting) < size:
+        name = records[waiting[0]].waiting
+        absent = [rank for rank in range(size) if rank not in waiting]
+        verb = "waits" if len(waiting) == 1 else "wait"
+        evidence = f"{rank_list(waiting)} {verb} in {name}, {rank_list(absent)} did not call it"
+        return row(6, False, evidence)
+    steps = [[update.before for update in step] for step in updates_by_rank(records)]
+    starts = [_difference(before) for before in steps[:2]]
+    if not starts:
+        return not_seen(6, "no update was made")
+    equal = next((step for step, difference in enumerate(starts) if difference == 0), None)
+    start = equal or 0
+    evidence = f"max difference to rank 0 before update {start + 1}: {number(starts[start])}, "
+    evidence += f"{size} ranks, {plural(records[0].updates[0].tensors, 'tensor')}"
+    calls = [_broadcasts(record) for record in records]
+    missing = [rank for rank in range(size) if not _is_complete(calls[rank], records[rank])]
+    if missing:
+        where = "" if len(missing) == size else f" on {rank_list(missing)}"
+        values = max(sum(call.values for call in calls[rank]) for rank in missing)
+        total = plural(records[0].updates[0].values, "parameter")
+        cause = f"only {plural(values, 'value')} broadcast, of {total}" if values else NO_BROADCAST
+        evidence = f"{cause}{where}; {evidence}"
+        if equal is not None:
+            evidence += ", equal only because all ranks drew the same initial weights"
+        return row(6, False, evidence)
+    evidence = f"{', '.join(sorted({call.name for names in calls for call in names}))}; {evidence}"
+    if equal is None and len(starts) < 2:
+        return not_seen(6, f"{evidence}; only one update was made")
+    states = {record.updates[0].state for record in records}
+    if equal == 0 and len(states) > 1 and None not in states:
+        return row(6, False, f"the optimizer's state differs by rank; {evidence}")
+    later = steps[start + 1 :] if drifts and equal is not None else []
+    for update, before in enumerate(later, start + 2):
+        difference, scale = _difference(before), np.max(np.abs(before[0].sample), initial=0)
+        if APART * scale < difference < math.inf:  # infinite: only digests differ
+            evidence += f"; before update {update}: {number(difference)}, they drift apart"
+            return row(6, False, evidence, difference=difference)
+    return row(6, equal is not None, evidence, difference=starts[start])
+
+
+def _broadcasts(record: Record) -> list[Call]:
+    """Return the rank's calls that broadcast all parameters; else those before the second update.
+
+    Broadcasts of single values may be parameters.
+    """
+    whole = [call for call in record.calls if call.name in WHOLE]
+    early = [call for call in record.calls if call.values and call.update <= 1]
+    return whole or [call for call in early if call.name != STATE]
+
+
+def _is_complete(calls: list[Call], record: Record) -> bool:
+    """Return whether the ``_broadcasts`` of a rank are of all parameters."""
+    values = sum(call.values for call in calls)
+    return any(call.name in WHOLE for call in calls) or values >= record.updates[0].values
+
+
+def _difference(ranks: Sequence[Values]) -> float:
+    """Return the largest difference of the parameters to rank 0; inf if only digests differ."""
+    if all(rank.digest == ranks[0].digest for rank in ranks):
+        return 0.0
+    samples = [np.array(rank.sample) for rank in ranks]
+    difference = max(float(np.max(np.abs(s - samples[0]), initial=0)) for s in samples)
+    return difference or math.inf
 
 
 def writers(records: Records) -> StepRow:

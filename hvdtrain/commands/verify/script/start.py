@@ -18,13 +18,13 @@ from hvdtrain.commands.launch.hosts import find_allocation
 from hvdtrain.commands.launch.prepare import Request, prepare
 from hvdtrain.commands.verify.rows import FAILED, NOT_SEEN, OK, StepRow, not_seen, show
 from hvdtrain.commands.verify.script import judge
+from hvdtrain.commands.verify.script.judge_gradients import KERAS
 from hvdtrain.commands.verify.script.judge_replay import (
     STEP,
     obstacle,
     read_replayed,
     replay_row,
 )
-from hvdtrain.commands.verify.script.judge_updates import KERAS
 from hvdtrain.commands.verify.script.record import DETAILED, Record, Records, read_record
 from hvdtrain.commands.verify.script.replay import UPDATES
 from hvdtrain.commands.verify.script.watch_distributed import FSDP1
