@@ -12,11 +12,14 @@ from hvdtrain.system.machine.frameworks import is_installed
 from tests.conftest import ROOT
 
 SCRIPT = """
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 from hvdtrain.commands.verify.script.one_process import OneProcess, UnreplayableError
 
-OneProcess(torch, 3).install()
+draws = SimpleNamespace(gathered=False)
+OneProcess(torch, 3, draws).install()
 dist.init_process_group("gloo", rank=1, world_size=3)
 assert (dist.get_rank(), dist.get_world_size()) == (0, 3)
 x = torch.arange(3.0)
@@ -37,8 +40,12 @@ whole = torch.zeros(9)
 dist.all_gather_into_tensor(whole, x)
 assert torch.equal(whole, torch.cat([x] * 3))
 part = torch.zeros(1)
-dist.reduce_scatter_tensor(part, x + 1)
+dist.reduce_scatter_tensor(output=part, input=x + 1)
 assert part.item() == 3.0
+with torch.no_grad():
+    dist.all_gather([torch.zeros(65) for _ in range(3)], torch.ones(65))
+assert draws.gathered
+assert dist.init_device_mesh("cpu", (3,)).size() == 1
 objects = [None] * 3
 dist.all_gather_object(objects, {"loss": 1.5})
 assert objects == [{"loss": 1.5}] * 3

@@ -74,6 +74,11 @@ WRAPPED = r"DistributedDataParallel\(network\)"
 FSDP = r"    fully_shard\(model\)"
 # Script, pattern, replacement.
 RIGHT: dict[str, tuple[str, str, str]] = {
+    "device mesh": (
+        SHARDED,
+        r"fully_shard\(model\)",
+        'fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))',
+    ),
     "static graph": (DDP, WRAPPED, "DistributedDataParallel(network, static_graph=True)"),
     "bucket view": (DDP, WRAPPED, "DistributedDataParallel(network, gradient_as_bucket_view=True)"),
     "join": (
@@ -496,6 +501,16 @@ REPLAYS: dict[str, tuple[str, str, list[str], str, str]] = {
     "random numbers": (
         r"model\(inputs",
         r"\g<0> + torch.randn(10)",
+        [],
+        "not seen",
+        "random numbers drawn in the training loop",
+    ),
+    "random numbers in the collate function": (
+        "sampler=sampler",
+        "sampler=sampler, collate_fn=lambda batch: (\n"
+        "    torch.stack([x for x, _ in batch]) + torch.randn(10),\n"
+        "    torch.stack([y for _, y in batch]),\n"
+        ")",
         [],
         "not seen",
         "random numbers drawn in the training loop",

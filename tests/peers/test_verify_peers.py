@@ -110,7 +110,7 @@ MISTAKES: dict[str, tuple[str, str, str, str, int | None, str]] = {
         r'\2for p in model.parameters():\n\2    p.grad = accelerator.reduce(p.grad, "mean")',
         "failed",
         9,
-        MEAN,
+        "clipped or scaled before the reduction",
     ),
     "a: all save": (
         ACCELERATE,
@@ -175,7 +175,7 @@ MISTAKES: dict[str, tuple[str, str, str, str, int | None, str]] = {
         r"return \1(inputs + 0.1 * self.global_rank)",
         "failed",
         9,
-        "inputs that depend on the rank",
+        "layers that depend on the rank",
     ),
     "l: data by rank": (
         LIGHTNING,

@@ -73,8 +73,7 @@ def replay_row(
     evidence += "" if limit == EXACT else f" (rounding: up to {number(limit)})"
     if whole.draws.batchnorm:
         evidence += "; statistics of BatchNorm are frozen"
-    if any(run.draws.random for run in ranks) and differences[largest] > min(limit, LARGEST):
-        reason = "random numbers drawn in the training loop differ between the ranks"
+    if differences[largest] > min(limit, LARGEST) and (reason := _reason(ranks, whole)):
         return not_seen(STEP, f"cannot be replayed: {reason}")
     if perturbed.draws.obstacle or perturbed.updates < len(differences):
         return not_seen(STEP, f"cannot be replayed: {perturbed.draws.obstacle or 'it has ended'}")
@@ -85,16 +84,20 @@ def replay_row(
         if exact and differences[largest] <= rounding:
             return not_seen(STEP, f"{evidence}; the script rounds to a smaller type")
         applied, expected = (run.gradients(wrong[0]) for run in (ranks[0], whole))
-        if (
-            _relative(len(ranks) * applied, expected) <= SAME
-        ):  # a sum for a mean gives no such factor
-            return not_seen(
-                STEP, f"{evidence}; the loss is a sum over the samples, or divided by a constant"
-            )
+        if _relative(len(ranks) * applied, expected) <= SAME:  # that of a sum is 1 / N of it
+            reason = "the loss is a sum over the samples, or divided by a constant"
+            return not_seen(STEP, f"{evidence}; {reason}")
         evidence += f"; {_cause(ranks, whole, wrong[0])}"
     elif limit > LARGEST:
         return not_seen(STEP, evidence + ("" if exact else "; use --exact to see more"))
     return row(STEP, not wrong, evidence, differences=differences, limit=limit)
+
+
+def _reason(ranks: Sequence[Replayed], whole: Replayed) -> str:
+    """Return why a difference need not be a mistake; empty if it is one."""
+    if any(run.draws.random for run in ranks):
+        return "random numbers drawn in the training loop differ between the ranks"
+    return "values that may be activations are gathered" if whole.draws.gathered else ""
 
 
 def obstacle(runs: Sequence[Replayed]) -> str:
@@ -188,7 +191,7 @@ def _cause(ranks: Sequence[Replayed], whole: Replayed, update: int) -> str:
     return (
         "a mean of the ranks' means, if the loss divides by something else than samples (tokens, "
         "pixels, weights); gradients that are clipped before they are reduced; or inputs or layers "
-        "that depend on the rank"
+        "that depend on the rank (also random numbers of a generator of their own)"
     )
 
 

@@ -32,10 +32,10 @@ BETWEEN = ("horovod.", "torch.", "hvdtrain.commands.")  # modules of calls that 
 
 
 class OneHorovod:
-    """Answers as rank 0 of ``ranks`` for ``horovod.torch``."""
+    """Answers as rank 0 of ``ranks`` for ``horovod.torch``; ``draws``: see ``replay``."""
 
-    def __init__(self, module: Any, ranks: int) -> None:
-        self.module, self.ranks = module, ranks
+    def __init__(self, module: Any, ranks: int, draws: Any) -> None:
+        self.module, self.ranks, self.draws = module, ranks, draws
         self.operations = sys.modules[f"{module.__name__}.mpi_ops"]
 
     def install(self) -> None:
@@ -86,7 +86,7 @@ class OneHorovod:
 
     def _checked(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         for leaf in leaves(first_argument(args, kwargs)):
-            check_gathered(leaf)
+            check_gathered(leaf, self.draws)
         return original(*args, **kwargs)
 
     def _broadcast(self, original: Any, *args: Any) -> Any:

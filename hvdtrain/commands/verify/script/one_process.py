@@ -25,7 +25,11 @@ OTHERS = (
     "irecv",
     "batch_isend_irecv",
     "all_to_all",
+    "all_to_all_single",
+    "all_reduce_coalesced",
+    "all_gather_coalesced",
     "scatter",
+    "scatter_object_list",
 )
 
 
@@ -34,10 +38,10 @@ class UnreplayableError(Exception):
 
 
 class OneProcess:
-    """Answers as rank 0 of ``ranks``."""
+    """Answers as rank 0 of ``ranks``; ``draws``: see ``replay``."""
 
-    def __init__(self, torch: Any, ranks: int) -> None:
-        self.torch, self.ranks = torch, ranks
+    def __init__(self, torch: Any, ranks: int, draws: Any) -> None:
+        self.torch, self.ranks, self.draws = torch, ranks, draws
         self.module = torch.distributed
 
     def install(self) -> None:
@@ -45,6 +49,8 @@ class OneProcess:
         self._replace("init_process_group", self._initialize)
         self._replace("get_world_size", lambda original, *a, **k: self.ranks)
         self._replace("new_group", self._group)
+        for owner in (self.module, self.module.device_mesh):
+            self._replace("init_device_mesh", self._mesh, owner)
         for name in ("all_reduce", "reduce"):
             self._replace(name, self._reduce)
         for name in ("broadcast", "broadcast_object_list", "barrier", "monitored_barrier"):
@@ -57,9 +63,10 @@ class OneProcess:
         for name in OTHERS:
             self._replace(name, _refuse)
 
-    def _replace(self, name: str, answer: Callable[..., Any]) -> None:
+    def _replace(self, name: str, answer: Callable[..., Any], owner: Any = None) -> None:
         """Replace a function for the script, not for the modules of torch and of hvdtrain."""
-        original = getattr(self.module, name, None)
+        owner = owner or self.module
+        original = getattr(owner, name, None)
         if original is None:
             return
 
@@ -70,11 +77,16 @@ class OneProcess:
             return answer(original, *args, **kwargs)
 
         call.__name__ = name
-        setattr(self.module, name, call)
+        setattr(owner, name, call)
 
     def _initialize(self, original: Any, backend: Any = None, *_: Any, **__: Any) -> None:
         store = self.module.HashStore()
         original(backend, store=store, rank=0, world_size=1)
+
+    def _mesh(self, original: Any, device: str, shape: Any, **kwargs: Any) -> Any:
+        if tuple(shape) != (self.ranks,):
+            raise UnreplayableError("a mesh of several dimensions")
+        return original(device, (1,), **kwargs)
 
     def _group(self, original: Any, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is not None and len(list(ranks)) != self.ranks:
@@ -114,34 +126,37 @@ class OneProcess:
         source, target = (0, 1) if original.__name__.startswith("gather") else (1, 0)
         value, results = (argument(original, n, args, kwargs) for n in (source, target))
         if self.torch.is_tensor(value):
-            check_gathered(value)
+            check_gathered(value, self.draws)
         for number in range(len(results or ())):
             if self.torch.is_tensor(results[number]):
-                results[number].copy_(value)
+                results[number].copy_(value.detach())
             else:
                 results[number] = copy.deepcopy(value)
         return self._keep(original, *args, **kwargs)
 
     def _gather_into(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result, value = (argument(original, n, args, kwargs) for n in (0, 1))
-        check_gathered(value)
-        result.copy_(self.torch.cat([value.reshape(-1)] * self.ranks).view(result.shape))
+        check_gathered(value, self.draws)
+        result.copy_(self.torch.cat([value.detach().reshape(-1)] * self.ranks).view(result.shape))
         return self._keep(original, *args, **kwargs)
 
-    def _scatter(
-        self, original: Any, result: Any, value: Any, op: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        part = value[0] if isinstance(value, list) else value.chunk(self.ranks)[0]
-        op = op or self.module.ReduceOp.SUM
-        result.copy_(self._reduced(part, op).view(result.shape))
-        return self._keep(original, result, value, op, *args, **kwargs)
+    def _scatter(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        values = inspect.signature(original).bind(*args, **kwargs).arguments
+        result, value, op = *list(values.values())[:2], values.get("op", self.module.ReduceOp.SUM)
+        parts = value if isinstance(value, list) else value.chunk(self.ranks)
+        result.copy_(self._reduced(parts[0].detach(), op).view(result.shape))
+        return self._keep(original, *args, **kwargs)
 
 
-def check_gathered(value: Any) -> None:
-    """Raise an error for what may be activations: one process has those of all samples."""
-    torch = sys.modules["torch"]
-    if value.numel() > SMALL and value.is_floating_point() and torch.is_grad_enabled():
-        raise UnreplayableError("a gather of activations")
+def check_gathered(value: Any, draws: Any) -> None:
+    """Raise an error for activations, or record what may be: one process has those of all samples.
+
+    Without gradients they may also be metrics.
+    """
+    if value.numel() > SMALL and value.is_floating_point():
+        if sys.modules["torch"].is_grad_enabled():
+            raise UnreplayableError("a gather of activations")
+        draws.gathered = True
 
 
 def _refuse(original: Any, *_: Any, **__: Any) -> Any:

@@ -34,7 +34,7 @@ RATES = 100_000  # learning rates that are recorded
 CALLS = 1000  # calls that are recorded individually
 # Files that are no result of a script: devices, caches, and temporary files of libraries.
 NOT_FILES = ("/dev/", "/proc/", "/sys/")
-NOT_OURS = {"__pycache__", "site-packages", ".cache", ".keras"}
+NOT_OURS = {"__pycache__", "site-packages", ".cache", ".keras", ".triton"}
 LOCKS = (".lock", "_lock")  # made to be opened by several ranks
 SCRATCH = ("tmp", "__autograph", "pymp-", "torch", "hvdtrain-")
 

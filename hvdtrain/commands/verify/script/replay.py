@@ -53,6 +53,7 @@ class Draws:
     rounding: float = 0.0  # relative error of the smallest type of a result, or of compression
     elements: list[int] = field(default_factory=list)  # of tf.data that were kept, by iterator
     random: bool = False  # whether random numbers were drawn between two batches
+    gathered: bool = False  # whether activations may have been gathered
     obstacle: str = ""  # why the script cannot be replayed
     marks: dict[str, str] = field(default_factory=dict)  # digests of some samples, by their keys
     by_rank: bool = False  # whether a sample was not that which its rank had drawn
@@ -101,7 +102,7 @@ class Replay:
             torch.Tensor.float = torch.Tensor.double
         after(torch.distributed, "all_reduce", lambda r, *a, **k: self._sent(first_argument(a, k)))
         if self.plan.ranks:  # last: it looks at its caller
-            OneProcess(torch, self.plan.ranks).install()
+            OneProcess(torch, self.plan.ranks, self.draws).install()
         replace(torch.utils.data.DataLoader, "__iter__", self._iterator)
         functions = torch.nn.functional
         for name in DROPOUTS:
@@ -130,7 +131,7 @@ class Replay:
             after(operations, name, lambda r, tensors, *a: self._sent(tensors))
         self._unsynchronized(module.SyncBatchNorm)
         if self.plan.ranks:
-            OneHorovod(module, self.plan.ranks).install()
+            OneHorovod(module, self.plan.ranks, self.draws).install()
 
     def _hooked(self) -> None:
         if not self.recorder.record.hvdtrain:  # a hook may compress to this type or another one
@@ -211,13 +212,20 @@ class Replay:
         # hvdtrain's shards of one process are those of all ranks.
         by_shards = self.recorder.shards and isinstance(loader.batch_sampler, list)
         united = self.plan.ranks and not by_shards
-        for indices in self._union(number) if united else loader.batch_sampler:
+        for indices in self._union(number) if united else self._sampled(loader.batch_sampler):
             drawn.append([int(index) for index in indices])
             samples = [self._seeded(number, index, loader.dataset) for index in indices]
-            batch = self._cast(loader.collate_fn(samples))
             state = self.random_state()
-            yield batch
+            yield self._cast(loader.collate_fn(samples))
             self.draws.random |= state != self.random_state()
+
+    def _sampled(self, sampler: Any) -> Iterator[Any]:
+        """Yield the indices; what a sampler draws leaves the random numbers as they were."""
+        state = self.torch.get_rng_state()
+        for indices in sampler:
+            self.torch.set_rng_state(state)
+            yield indices
+            state = self.torch.get_rng_state()
 
     def _union(self, number: int) -> Iterator[list[int]]:
         """Yield what the ranks drew, batch by batch."""
@@ -269,14 +277,16 @@ class Replay:
 
     def _cast(self, value: Any) -> Any:
         """Cast the floating-point tensors of a batch to fp64, if the plan says so."""
+        if not self.plan.exact:
+            return value
         if isinstance(value, dict):
             return type(value)({key: self._cast(part) for key, part in value.items()})
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(self._cast, value))
         if isinstance(value, list | tuple):
             return type(value)(map(self._cast, value))
-        exact = self.plan.exact and self.torch.is_tensor(value) and value.is_floating_point()
-        return value.double() if exact else value
+        floats = self.torch.is_tensor(value) and value.is_floating_point()
+        return value.double() if floats else value
 
     def _casts(self, cast: Any) -> None:
         if cast._enabled and not self.plan.exact:  # it does not cast fp64

@@ -26,7 +26,7 @@ from hvdtrain.commands.verify.script.judge_replay import (
     replay_row,
 )
 from hvdtrain.commands.verify.script.record import DETAILED, Record, Records, read_record
-from hvdtrain.commands.verify.script.replay import UPDATES
+from hvdtrain.commands.verify.script.replay import REGULAR, UPDATES
 from hvdtrain.commands.verify.script.watch_distributed import FSDP1
 from hvdtrain.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, HvdtrainError, UsageError
 from hvdtrain.system.output import Report
@@ -72,8 +72,8 @@ class ScriptResult:
 
         If one rank fails, the others fail or are ended with it; their errors come last.
         """
-        regular = {None, "updates", "its own end", "exit code 0"}
-        failures = [(rank, end) for rank, end in enumerate(self.ended) if end not in regular]
+        ends = enumerate(self.ended)
+        failures = [(rank, end) for rank, end in ends if end not in {None, *REGULAR}]
         if not failures:
             return None
         rank, end = min(failures, key=lambda f: any(word in (f[1] or "") for word in CONSEQUENCES))
@@ -195,7 +195,7 @@ def other_library(records: Records, script: Path) -> str:
         return FSDP1
     if any(record.judged for record in records) or re.search(OUR_IMPORTS, text):
         return ""
-    word = re.search(OTHER_WORDS, text)
+    word = re.search(OTHER_WORDS, re.sub("#.*", "", text))
     names = (record.library for record in records if record.library)
     return next(names, word.group() if word else "")
 

@@ -121,12 +121,13 @@ class DistributedWatch:
         args: Any = (),
         nprocs: int = 1,
         join: bool = True,
+        *rest: Any,
         **more: Any,
     ) -> Any:
         """Call ``fn`` as this rank in this process, instead of starting others that call it."""
         recorder, groups = self.recorder, self.torch.distributed
         if not self.by_script or groups.is_initialized():  # these are not the ranks
-            return original(fn, args, nprocs, join, **more)
+            return original(fn, args, nprocs, join, *rest, **more)
         recorder.record.spawned = nprocs
         if nprocs != self.ranks:
             raise SystemExit(f"spawn: {nprocs} processes, not {self.ranks}")
@@ -145,7 +146,7 @@ class DistributedWatch:
 
     def _meet(self, rank: int) -> None:
         """Wait until all ranks have ended the functions of earlier spawns."""
-        ranks = range(detect(os.environ).size)
+        ranks = range(self.recorder.record.started)
         path = self.recorder.path.with_name("spawns")
         store = self.torch.distributed.FileStore(str(path), len(ranks))
         store.set(f"{self.spawns} {rank}", "")
