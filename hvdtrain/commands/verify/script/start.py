@@ -143,8 +143,7 @@ def watch(
         _check(script, records)
         single: list[Record] = []
         if trained := ranks > 1 and any(record.updates for record in records):
-            # One rank runs to the end only if the ranks do, to show which samples are an epoch.
-            # It starts without a checkpoint if they did, not from one that they have saved.
+            # To its end only if the ranks do; without a checkpoint if they began without one.
             fresh = [] if any(record.resumed for record in records) else ["--fresh"]
             runs, _ = run_on(1, updates and DETAILED, Path(folder, "single_rank"), more=fresh)
             single = [run for run in runs if run.spawned in (None, 1)]  # not of a fixed nprocs
