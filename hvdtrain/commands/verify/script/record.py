@@ -349,6 +349,7 @@ class ScriptRecorder:
         self.ignored += 1  # reading the data is no training
         self.inspect()
         self.write()
+        self.process = 0  # what libraries write from now on is not the script's
 
     def write(self) -> None:
         """Replace the file atomically; do nothing in a worker process of a data loader."""
