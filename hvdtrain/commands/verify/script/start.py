@@ -72,8 +72,7 @@ class ScriptResult:
 
         If one rank fails, the others fail or are ended with it; their errors come last.
         """
-        ends = enumerate(self.ended)
-        failures = [(rank, end) for rank, end in ends if end not in {None, *REGULAR}]
+        failures = [pair for pair in enumerate(self.ended) if pair[1] not in {None, *REGULAR}]
         if not failures:
             return None
         rank, end = min(failures, key=lambda f: any(word in (f[1] or "") for word in CONSEQUENCES))
