@@ -15,6 +15,7 @@ from PIL import Image
 from hvdtrain.commands.pack.packing import Packing
 from hvdtrain.commands.pack.source import PackOptions
 from hvdtrain.system.machine.frameworks import is_installed
+from tests import pages
 from tests.commands import Shown, shown
 from tests.conftest import BIN, LONG, ROOT, run
 from tests.parallel import resident
@@ -112,6 +113,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = re.search(r"```python\n(.*?)```", _page("own"), re.DOTALL)
     assert own
     (home / "own.py").write_text(own[1])
+    for name, script in zip(("horovod", "ddp"), pages.blocks("moving.md"), strict=True):
+        (home / f"train_{name}.py").write_text(script)
     table = re.search(r"^ranks,images_per_second\n.*?(?=^\$)", _page("measuring"), re.M | re.S)
     assert table
     (home / "measured.csv").write_text(table[0])
