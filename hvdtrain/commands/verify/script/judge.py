@@ -37,7 +37,7 @@ ADASUM = "Adasum combines the ranks' steps by another rule, at the learning rate
 NO_INIT = ("Horovod has not been initialized", "Default process group has not been initialized")
 EXPECTED = 5.0  # samples expected on several ranks if they were drawn without shards
 COVERED = 0.9  # of the samples of a run on one rank: incomplete batches may be dropped
-APART = 1e-3  # relative difference of parameters between ranks that counts as none
+DRIFT = 1e-3  # relative difference of parameters between ranks that counts as none
 NO_BROADCAST = "no broadcast was executed"
 STATE = "broadcast_optimizer_state"
 # Calls after which all parameters are those of rank 0, or parts of one copy of them.
@@ -286,7 +286,7 @@ def equal_start(records: Records, *, drifts: bool = False) -> StepRow:
     later = steps[start + 1 :] if drifts and equal is not None else []
     for update, before in enumerate(later, start + 2):
         difference, scale = _difference(before), np.max(np.abs(before[0].sample), initial=0)
-        if APART * scale < difference < math.inf:  # infinite: only digests differ
+        if DRIFT * scale < difference < math.inf:  # infinite: only digests differ
             evidence += f"; before update {update}: {number(difference)}, they drift apart"
             return row(6, False, evidence, difference=difference)
     return row(6, equal is not None, evidence, difference=starts[start])

@@ -143,7 +143,7 @@ class Replay:
                 self._rounds(tensor.dtype)
 
     def adapters(self, module: Any) -> None:
-        """Record the parts of hvdtrain's shards; one process is told that it is one of N ranks.
+        """Record the parts of hvdtrain's shards; one process sees a world of N ranks.
 
         It remains one for the adapter itself, so that its part is the global batch.
         """
